@@ -1,0 +1,30 @@
+"""Which backends exist, whether they can run here, and how one is made. Heavy imports stay in the creators."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+
+from octavo.backends.ops import BackendInfo, DType, Ops
+from octavo.errors import ConfigError
+
+BACKENDS = ("reference",)
+
+
+def backend_info(name: str) -> BackendInfo:
+    """Whether backend `name` can run here, without importing it."""
+    if name != "reference":
+        raise ConfigError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}.")
+    if importlib.util.find_spec("torch") is None:
+        return BackendInfo(name, False, "PyTorch is not installed: pip install 'octavo[torch]'")
+    return BackendInfo(name, True, f"torch {version('torch')}")
+
+
+def create_ops(name: str, *, dtype: DType, num_threads: int) -> Ops:
+    """The operators of backend `name`; raises ConfigError with the way out when it cannot run here."""
+    info = backend_info(name)
+    if not info.available:
+        raise ConfigError(f"backend {name!r} is not available: {info.detail}.")
+    from octavo.backends.reference.ops import ReferenceOps
+
+    return ReferenceOps(dtype=dtype, num_threads=num_threads)
