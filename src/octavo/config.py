@@ -7,13 +7,15 @@ returns (field, value, why) lines, which `serve` prints.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
+from octavo.machine import Machine
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -69,7 +71,9 @@ class CacheConfig:
 class SchedulerConfig:
     """What shares a step."""
 
-    max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens that one step computes (default: what keeps a step short on the chosen backend)"
+    )
     max_num_seqs: int = option(64, "most requests that run at once")
     enable_chunked_prefill: bool = option(True, "split long prompts over steps, beside running decodes")
     long_prefill_token_threshold: int = option(0, "most prompt tokens that one request computes in a step; 0: no limit of its own")
@@ -115,3 +119,144 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One line of what `resolve()` chose; `field` is the flag's name."""
+
+    field: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What `resolve()` must know of a checkpoint before its weights are read."""
+
+    context_len: int  # as trained, or as extended by its own RoPE scaling
+    stored_dtype: str  # "F32", "BF16" ..., the type of most weights
+    has_block_types: bool  # some weights are GGUF blocks
+    num_parameters: int
+    kv_request_bytes: Callable[[int, int, int], int]  # (tokens, block size, bytes a value) -> KV of one request
+
+
+_DTYPE_OF_STORED = {"F32": "float32", "F64": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KV_SHARE = 0.4  # of the memory that is left beside the weights
+_CPU_STEP_TOKENS = 512
+
+
+def dtype_bytes(dtype: str) -> int:
+    return _DTYPE_BYTES[dtype]
+
+
+def resolve(config: Config, facts: ModelFacts, machine: Machine, backends: Sequence[str]) -> tuple[Config, list[Decision]]:
+    """Fill in what depends on the model and the machine. Pure: the same inputs give the same config.
+
+    `backends` are those that can run here, best first. Raises ConfigError with the way out.
+    """
+    decisions: list[Decision] = []
+
+    def decide(field_name: str, value: object, why: str) -> None:
+        decisions.append(Decision(field_name, str(value), why))
+
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    backend: Any = model.backend
+    if backend == "auto":
+        if not backends:
+            raise ConfigError("no backend can run here; octavo info says why. Way out: pip install 'octavo[torch]'.")
+        backend = backends[0]
+        decide("backend", backend, "the best one available here")
+    dtype: Any = model.dtype
+    if dtype == "auto":
+        dtype, why = _auto_dtype(facts)
+        decide("dtype", dtype, why)
+    threads = model.threads
+    if threads is None:
+        threads = machine.num_cores
+        decide("threads", threads, "cores in the affinity mask")
+    elif threads < 1:
+        raise ConfigError(f"--threads is {threads}; it must be at least 1.")
+
+    kv_request_bytes = partial(_kv_request_bytes, facts, cache.block_size, dtype)
+    weight_bytes = facts.num_parameters * dtype_bytes(dtype)
+    free_bytes = machine.memory_available_bytes - weight_bytes
+    max_model_len = model.max_model_len
+    context_len = facts.context_len
+    if max_model_len is not None and max_model_len > context_len:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, but the model's context is {context_len} tokens. "
+            "Lower it, or extend the context with --rope-scaling."
+        )
+    if max_model_len is not None and max_model_len < 1:
+        raise ConfigError(f"--max-model-len is {max_model_len}; it must be at least 1.")
+    wanted_len = context_len if max_model_len is None else max_model_len
+    kv_bytes = cache.kv_cache_memory_bytes
+    if kv_bytes is None:
+        if free_bytes <= 0:
+            raise ConfigError(
+                f"the weights need {_gib(weight_bytes)} in {dtype}, but {_gib(machine.memory_available_bytes)} of memory "
+                "are free. Use a smaller model or --dtype bfloat16."
+            )
+        share = int(free_bytes * _KV_SHARE)
+        most = kv_request_bytes(wanted_len) * scheduler.max_num_seqs
+        kv_bytes = min(share, most)
+        why = (
+            f"{_KV_SHARE:.0%} of the {_gib(free_bytes)} left beside the weights"
+            if share < most
+            else f"room for {scheduler.max_num_seqs} requests of {wanted_len} tokens"
+        )
+        decide("kv-cache-memory-bytes", _gib(kv_bytes), why)
+    if max_model_len is None:
+        max_model_len = _longest_fit(context_len, kv_bytes, kv_request_bytes)
+        why = "the model's context" if max_model_len == context_len else f"what {_gib(kv_bytes)} of KV cache hold"
+        decide("max-model-len", max_model_len, why)
+    if max_model_len < 1 or kv_request_bytes(max_model_len) > kv_bytes:
+        raise ConfigError(
+            f"one request of {max(max_model_len, 1)} tokens needs {_gib(kv_request_bytes(max(max_model_len, 1)))} of KV cache, "
+            f"but it has {_gib(kv_bytes)}. Raise --kv-cache-memory-bytes or lower --max-model-len."
+        )
+
+    if scheduler.max_num_seqs < 1:
+        raise ConfigError(f"--max-num-seqs is {scheduler.max_num_seqs}; it must be at least 1.")
+    budget = scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = max(_CPU_STEP_TOKENS, scheduler.max_num_seqs)
+        decide("max-num-batched-tokens", budget, "short steps keep the gaps between tokens short while prompts are computed")
+    if budget < 1:
+        raise ConfigError(f"--max-num-batched-tokens is {budget}; it must be at least 1.")
+    if not scheduler.enable_chunked_prefill and budget < max_model_len:
+        budget = max_model_len
+        decide("max-num-batched-tokens", budget, "without chunked prefill a step must hold the longest prompt")
+
+    names = model.served_model_name or (model.model,)
+    resolved = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model, backend=backend, dtype=dtype, threads=threads, max_model_len=max_model_len, served_model_name=names
+        ),
+        cache=dataclasses.replace(cache, kv_cache_memory_bytes=kv_bytes),
+        scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=budget),
+    )
+    return resolved, decisions
+
+
+def _auto_dtype(facts: ModelFacts) -> tuple[str, str]:
+    if facts.has_block_types:
+        return "float32", "what the checkpoint's quantized blocks stand for"
+    dtype = _DTYPE_OF_STORED.get(facts.stored_dtype, "float32")
+    return dtype, f"the checkpoint stores {facts.stored_dtype}"
+
+
+def _kv_request_bytes(facts: ModelFacts, block_size: int, dtype: str, num_tokens: int) -> int:
+    return facts.kv_request_bytes(num_tokens, block_size, dtype_bytes(dtype))
+
+
+def _longest_fit(longest: int, kv_bytes: int, kv_request_bytes: Callable[[int], int]) -> int:
+    """The largest length up to `longest` whose KV fits; 0 when none does."""
+    return bisect.bisect_right(range(1, longest + 1), kv_bytes, key=kv_request_bytes)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
