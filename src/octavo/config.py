@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -119,6 +120,26 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+SECTIONS = ("model", "cache", "scheduler", "server")
+
+
+def make_config(options: Mapping[str, Any], *, base: Config | None = None) -> Config:
+    """A Config with `options` (field name -> value, whatever the section) over `base` or the defaults.
+
+    Raises ConfigError for a name that is no option, suggesting the nearest.
+    """
+    config = base or Config()
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    owner = {f.name: section for section in SECTIONS for f in dataclasses.fields(getattr(config, section))}
+    for name, value in options.items():
+        if name not in owner:
+            near = difflib.get_close_matches(name, owner, n=1)
+            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
+        sections[owner[name]][name] = tuple(value) if isinstance(value, list) else value
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items() if values}
+    return dataclasses.replace(config, **changed)
 
 
 @dataclass(frozen=True, slots=True)

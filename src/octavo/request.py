@@ -40,7 +40,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int | None = None  # None: the room that is left in the context
+    max_tokens: int | None = 16  # None: the room that is left in the context
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
