@@ -1,0 +1,65 @@
+# With Python 3.11, 3.12 or 3.13, a C++ compiler and make, `make serve` and `make test` are the whole set-up.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := 2.13.0
+MODEL ?= smollm2-135m-instruct
+TEST_MODELS := smollm2-135m-instruct gemma3-270m
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+
+.PHONY: help serve test check static docs clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+serve: $(VENV)/.installed-serve  ## pull MODEL and serve it; ARGS="--port 9000 ..." are passed on
+	$(BIN)/octavo pull $(MODEL)
+	exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+test: static  ## everything that CI runs: checks, all tests, the black-box suite
+	$(BIN)/octavo pull $(TEST_MODELS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python tests/run_blackbox.py
+	$(BIN)/mkdocs build --strict --quiet
+
+check: static  ## format, lint, types and the tests that need no model
+	$(BIN)/python -m pytest -m "not model" $(PYTEST_ARGS)
+
+static: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev  ## write the generated pages and build the site
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove what was built, the virtual environment included
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# The exact pin goes first: resolved together with an open range, the newest build and its GPU libraries come along.
+$(VENV)/.installed-torch-$(TORCH): $(VENV)/.created
+	$(PIP) "torch==$(TORCH)"
+	touch $@
+
+# Editable: only the extension and the dependencies need another installation.
+$(VENV)/.installed-serve: $(VENV)/.installed-torch-$(TORCH) $(BUILD_INPUTS)
+	$(PIP) --editable '.[torch]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-torch-$(TORCH) $(BUILD_INPUTS)
+	$(PIP) --editable '.[dev]'
+	touch $@
