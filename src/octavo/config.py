@@ -1,6 +1,7 @@
 """The frozen config tree, its pure `resolve()`, and the only reader of environment variables.
 
-Every option is one dataclass field: the command-line flag, its help text and the docs row are made from it.
+Every option is one dataclass field: the command-line flag, its help text and the docs row are made from it
+(options.py).
 Each component receives its own section. `resolve()` fills in what depends on the model and the machine and
 returns (field, value, why) lines, which `serve` prints.
 """
@@ -9,25 +10,21 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import difflib
+import functools
+import os
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
 from octavo.machine import Machine
+from octavo.options import BYTES, Option, did_you_mean, option, options_of
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
-
-
-def option(default: Any, help: str, *, flag: str | None = None, metavar: str | None = None, aliases: tuple[str, ...] = ()) -> Any:
-    """A config field that is also a flag: --field-name unless `flag` names it otherwise."""
-    metadata = {"help": help, "flag": flag, "metavar": metavar, "aliases": aliases}
-    if isinstance(default, list | dict | tuple):
-        return field(default_factory=lambda: default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,9 @@ class ModelConfig:
     """Which model, in which number format, on which backend."""
 
     model: str = option("smollm2-135m-instruct", "local folder, .gguf file, Hugging Face id or catalogue name")
-    served_model_name: tuple[str, ...] = option((), "names that requests may use for the model (default: MODEL as given)")
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may use for the model (default: MODEL as given)"
+    )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face model")
     tokenizer: str | None = option(None, "folder or tokenizer.json to use instead of the model's own")
     chat_template: str | None = option(None, "file with a Jinja chat template, instead of the model's own")
@@ -43,27 +42,33 @@ class ModelConfig:
         "auto", "sampling defaults: from the model's generation_config.json (auto), or neutral ones (vllm)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "number format of weights and activations; auto takes the checkpoint's own, float32 for GGUF block types"
+        "auto",
+        "number format of weights and activations; auto takes the checkpoint's own, float32 for GGUF block types",
     )
     quantization: Literal["auto", "none"] = option(
         "auto", "auto: serve the weights as the checkpoint holds them; none: serve a quantized checkpoint dequantized"
     )
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's own context)")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output, in tokens (default: the model's own context)", at_least=1
+    )
     rope_scaling: dict[str, Any] | None = option(
         None, 'RoPE scaling as JSON, as in config.json: {"rope_type": "yarn", "factor": 4.0}', metavar="JSON"
     )
     backend: Literal["auto", "reference"] = option("auto", "who computes: see octavo info")
-    threads: int | None = option(None, "threads that compute (default: the cores of the affinity mask)")
-    seed: int | None = option(None, "makes the seeds that requests without one receive reproducible")
+    threads: int | None = option(None, "threads that compute (default: the cores of the affinity mask)", at_least=1)
+    seed: int | None = option(None, "makes the seeds that requests without one receive reproducible", at_least=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = option(16, "tokens in a KV block")
+    block_size: int = option(16, "tokens in a KV block", at_least=1)
     kv_cache_memory_bytes: int | None = option(
-        None, "memory for the KV cache; suffixes KiB, MiB, GiB (default: a share of the memory that is free)", metavar="BYTES"
+        None,
+        "memory for the KV cache; suffixes KiB, MiB, GiB (default: a share of the memory that is free)",
+        metavar=BYTES,
+        at_least=1,
     )
     enable_prefix_caching: bool = option(True, "keep the KV of finished prompts and reuse it for equal prefixes")
 
@@ -73,14 +78,19 @@ class SchedulerConfig:
     """What shares a step."""
 
     max_num_batched_tokens: int | None = option(
-        None, "most tokens that one step computes (default: what keeps a step short on the chosen backend)"
+        None, "most tokens that one step computes (default: what keeps a step short on the chosen backend)", at_least=1
     )
-    max_num_seqs: int = option(64, "most requests that run at once")
+    max_num_seqs: int = option(64, "most requests that run at once", at_least=1)
     enable_chunked_prefill: bool = option(True, "split long prompts over steps, beside running decodes")
-    long_prefill_token_threshold: int = option(0, "most prompt tokens that one request computes in a step; 0: no limit of its own")
-    scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "who goes first: the earliest, or the lowest priority value")
+    long_prefill_token_threshold: int = option(
+        0, "most prompt tokens that one request computes in a step; 0: no limit of its own"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "who goes first: the earliest, or the lowest priority value"
+    )
     batching: Literal["continuous", "static"] = option(
-        "continuous", "continuous: requests join and leave at every step; static: a batch runs until its last request ends"
+        "continuous",
+        "continuous: requests join and leave at every step; static: a batch runs until its last request ends",
     )
     async_scheduling: bool = option(True, "plan the next step while one runs")
 
@@ -90,20 +100,30 @@ class ServerConfig:
     """The HTTP server: addresses, trust, limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 takes a free one")
-    api_key: tuple[str, ...] = option((), "key that clients must send as a bearer token, on every route but /health; may be given several times (also: OCTAVO_API_KEY)")
+    port: int = option(8000, "port to listen on; 0 takes a free one", at_most=65535)
+    api_key: tuple[str, ...] = option(
+        (),
+        "key that clients must send as a bearer token, on every route but /health; may be given several times "
+        "(also: OCTAVO_API_KEY)",
+    )
     ssl_keyfile: str | None = option(None, "TLS key")
     ssl_certfile: str | None = option(None, "TLS certificate")
     ssl_ca_certs: str | None = option(None, "CA certificates that client certificates must chain to")
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS); none by default")
-    max_queued_requests: int = option(256, "requests that may wait; beyond it the answer is 503 with Retry-After (n counts as n)")
-    max_body_bytes: int = option(8 * MIB, "largest request body", metavar="BYTES")
-    max_header_bytes: int = option(64 * 1024, "largest request head", metavar="BYTES")
-    max_prompts: int = option(256, "most prompts in one completions request")
-    max_n: int = option(128, "most choices in one request")
+    max_queued_requests: int = option(
+        256, "requests that may wait; beyond it the answer is 503 with Retry-After (n counts as n)"
+    )
+    max_body_bytes: int = option(8 * MIB, "largest request body", metavar=BYTES)
+    max_header_bytes: int = option(64 * 1024, "largest request head", metavar=BYTES)
+    max_prompts: int = option(256, "most prompts in one completions request", at_least=1)
+    max_n: int = option(128, "most choices in one request", at_least=1)
     max_logprobs: int = option(20, "most alternatives per token in logprobs")
-    logprobs_mode: Literal["raw", "processed"] = option("raw", "logprobs of the model's own distribution, or after penalties, temperature and filters")
-    strict_api: bool = option(False, "answer 400 to unknown request fields, instead of ignoring them with a warning header")
+    logprobs_mode: Literal["raw", "processed"] = option(
+        "raw", "logprobs of the model's own distribution, or after penalties, temperature and filters"
+    )
+    strict_api: bool = option(
+        False, "answer 400 to unknown request fields, instead of ignoring them with a warning header"
+    )
     enable_prompt_tokens_details: bool = option(True, "report cached prompt tokens in usage")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream sends a comment; 0 turns it off")
     body_timeout_s: float = option(30.0, "seconds that a client may take to send its request body")
@@ -122,24 +142,85 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-SECTIONS = ("model", "cache", "scheduler", "server")
+SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # name -> class
+
+
+@functools.cache
+def all_options() -> dict[str, Option]:
+    """Every option by field name, section by section."""
+    return {o.name: o for name, section in SECTIONS.items() for o in options_of(section, name)}  # type: ignore[arg-type]
 
 
 def make_config(options: Mapping[str, Any], *, base: Config | None = None) -> Config:
     """A Config with `options` (field name -> value, whatever the section) over `base` or the defaults.
 
-    Raises ConfigError for a name that is no option, suggesting the nearest.
+    Raises ConfigError for a name that is no option, suggesting the nearest, and for a value that cannot be.
     """
     config = base or Config()
-    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    owner = {f.name: section for section in SECTIONS for f in dataclasses.fields(getattr(config, section))}
+    sections: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
-        if name not in owner:
-            near = difflib.get_close_matches(name, owner, n=1)
-            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
-        sections[owner[name]][name] = tuple(value) if isinstance(value, list) else value
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items() if values}
+        found = all_options().get(name)
+        if found is None:
+            raise ConfigError(f"unknown option {name!r}{did_you_mean(name, all_options())}.")
+        sections.setdefault(found.section, {})[name] = found.check(value)
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The options of a TOML file, checked: at the top level or under [model], [cache], [scheduler], [server].
+
+    Names may be spelled with hyphens or underscores. Raises ConfigError for what is not an option.
+    """
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid TOML: {error}.") from None
+    options: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, dict) and key in SECTIONS:
+            for name, entry in value.items():
+                _take(options, name, entry, section=key, where=f"[{key}] in {path}")
+        elif isinstance(value, dict) and _field_name(key) not in all_options():
+            raise ConfigError(f"unknown section [{key}] in {path}{did_you_mean(key, SECTIONS)}.")
+        else:
+            _take(options, key, value, section=None, where=str(path))
+    return options
+
+
+def _take(options: dict[str, Any], key: str, value: Any, *, section: str | None, where: str) -> None:
+    name = _field_name(key)
+    found = all_options().get(name)
+    if found is None:
+        raise ConfigError(f"unknown option {key!r} in {where}{did_you_mean(name, all_options())}.")
+    if section is not None and found.section != section:
+        raise ConfigError(f"option {key!r} stands under {where}; it belongs under [{found.section}].")
+    if name in options:
+        raise ConfigError(f"option {key!r} in {where} is given twice.")
+    try:
+        options[name] = found.check(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _field_name(key: str) -> str:
+    return key.replace("-", "_")
+
+
+# Every environment variable that Octavo reads, and what it is for.
+ENVIRONMENT = {
+    "OCTAVO_API_KEY": "the key that clients must send, where --api-key is not given",
+}
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str]]:
+    """The options that the environment sets, and a warning for each OCTAVO_ variable that means nothing."""
+    options = {"api_key": (environ["OCTAVO_API_KEY"],)} if environ.get("OCTAVO_API_KEY") else {}
+    unknown = [name for name in sorted(environ) if name.startswith("OCTAVO_") and name not in ENVIRONMENT]
+    return options, [f"environment variable {name} is not known{did_you_mean(name, ENVIRONMENT)}." for name in unknown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +253,9 @@ def dtype_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[dtype]
 
 
-def resolve(config: Config, facts: ModelFacts, machine: Machine, backends: Sequence[str]) -> tuple[Config, list[Decision]]:
+def resolve(
+    config: Config, facts: ModelFacts, machine: Machine, backends: Sequence[str]
+) -> tuple[Config, list[Decision]]:
     """Fill in what depends on the model and the machine. Pure: the same inputs give the same config.
 
     `backends` are those that can run here, best first. Raises ConfigError with the way out.
@@ -217,8 +300,8 @@ def resolve(config: Config, facts: ModelFacts, machine: Machine, backends: Seque
     if kv_bytes is None:
         if free_bytes <= 0:
             raise ConfigError(
-                f"the weights need {_gib(weight_bytes)} in {dtype}, but {_gib(machine.memory_available_bytes)} of memory "
-                "are free. Use a smaller model or --dtype bfloat16."
+                f"the weights need {_gib(weight_bytes)} in {dtype}, but {_gib(machine.memory_available_bytes)} of "
+                "memory are free. Use a smaller model or --dtype bfloat16."
             )
         share = int(free_bytes * _KV_SHARE)
         most = kv_request_bytes(wanted_len) * scheduler.max_num_seqs
@@ -235,8 +318,8 @@ def resolve(config: Config, facts: ModelFacts, machine: Machine, backends: Seque
         decide("max-model-len", max_model_len, why)
     if max_model_len < 1 or kv_request_bytes(max_model_len) > kv_bytes:
         raise ConfigError(
-            f"one request of {max(max_model_len, 1)} tokens needs {_gib(kv_request_bytes(max(max_model_len, 1)))} of KV cache, "
-            f"but it has {_gib(kv_bytes)}. Raise --kv-cache-memory-bytes or lower --max-model-len."
+            f"one request of {max(max_model_len, 1)} tokens needs {_gib(kv_request_bytes(max(max_model_len, 1)))} of "
+            f"KV cache, but it has {_gib(kv_bytes)}. Raise --kv-cache-memory-bytes or lower --max-model-len."
         )
 
     if scheduler.max_num_seqs < 1:
@@ -244,7 +327,11 @@ def resolve(config: Config, facts: ModelFacts, machine: Machine, backends: Seque
     budget = scheduler.max_num_batched_tokens
     if budget is None:
         budget = max(_CPU_STEP_TOKENS, scheduler.max_num_seqs)
-        decide("max-num-batched-tokens", budget, "short steps keep the gaps between tokens short while prompts are computed")
+        decide(
+            "max-num-batched-tokens",
+            budget,
+            "short steps keep the gaps between tokens short while prompts are computed",
+        )
     if budget < 1:
         raise ConfigError(f"--max-num-batched-tokens is {budget}; it must be at least 1.")
     if not scheduler.enable_chunked_prefill and budget < max_model_len:
