@@ -2,7 +2,8 @@
 
 A backend's tensors are opaque to its callers (`Tensor`); NumPy arrays go in (weights, indices) and come out
 (`to_numpy`). `backends.reference` is the definition of every operator; the other backends are tested
-against it. Reductions accumulate in float32 and must not depend on how many rows share the call.
+against it. Every operator computes in float32 and rounds its result once to `dtype`. Reductions must not
+depend on how many rows share the call.
 
 Letters: T tokens of a step, R scheduled requests, N rows that need logits, H query heads, K KV heads,
 D head size, E hidden size, F intermediate size, V vocabulary, G KV groups, B blocks.
@@ -103,11 +104,13 @@ class Ops(Protocol):
     dtype: DType  # of activations
 
     # -- weights ---------------------------------------------------------------------------------------
-    def weight(self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "embedding", "vector"]) -> Weight:
+    def weight(
+        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "embedding", "vector"]
+    ) -> Weight:
         """Take over a parameter: `parts` are concatenated along the first dimension.
 
-        linear: [out, in], applied as x @ W.T. embedding: [V, E]. vector: one dimension, kept in float32
-        when it is a norm's or a bias's. Plain types are converted to `dtype`.
+        linear: [out, in], applied as x @ W.T. embedding: [V, E], which `logits` also takes as a tied head.
+        vector: a norm, a bias or sinks, kept in float32. Other plain types are converted to `dtype`.
         """
         ...
 
@@ -129,7 +132,9 @@ class Ops(Protocol):
         """
         ...
 
-    def layer_norm(self, x: Tensor, weight: Weight, bias: Weight | None, *, eps: float) -> Tensor: ...
+    def layer_norm(self, x: Tensor, weight: Weight, bias: Weight | None, *, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension; var divides by its size."""
+        ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
         """x [T, in] @ weight.T [in, out] + bias. [T, out]"""
@@ -144,7 +149,10 @@ class Ops(Protocol):
         ...
 
     def rope(self, x: Tensor, batch: ForwardBatch, table: RopeTable) -> Tensor:
-        """Rotate x [T, H, D] by `batch.positions`, per token in the variant of `batch.rope_variants`."""
+        """Rotate x [T, H, D] by `batch.positions`, per token in the variant of `batch.rope_variants`.
+
+        Angles are float32 products, as in `transformers`; elements from `rotary_dim` on pass through.
+        """
         ...
 
     def attend(
@@ -165,6 +173,8 @@ class Ops(Protocol):
         The token at position p sees keys at positions j <= p and, with a window, j > p - window. Query head
         h reads KV head h // (H // K). `sinks` [H] are learned logits that join the softmax's denominator
         only. Softmax in float32. Block table `group` of the batch is used. Returns [T, H * D].
+
+        What no token of the step sees is never used, NaN included: -1 entries, slots that nobody wrote yet.
         """
         ...
 
@@ -178,11 +188,13 @@ class Ops(Protocol):
         """x + scale * y (Granite's residual multiplier)."""
         ...
 
-    def rows(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x[batch.logits_rows]. [N, E]"""
+    def rows(self, x: Tensor, rows: np.ndarray) -> Tensor:
+        """x[rows], `rows` [N] int32. [N, E]"""
         ...
 
-    def logits(self, x: Tensor, head: Weight, *, bias: Weight | None = None, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, x: Tensor, head: Weight, *, bias: Weight | None = None, scale: float = 1.0, softcap: float | None = None
+    ) -> Tensor:
         """scale * (x @ head.T + bias), then softcap * tanh(. / softcap). float32, [N, V]"""
         ...
 
