@@ -92,7 +92,7 @@ class GgufTensor:
             raw = self.raw
             values = (raw if raw.ctypes.data % dtype.itemsize == 0 else raw.copy()).view(dtype)
         values = values.reshape(self.shape)
-        return values.astype(np.float32) + np.float32(self.shift) if self.shift else values
+        return values if self.shift == 0 else np.add(values, self.shift, dtype=np.float32)
 
     def with_interleaved_heads(self, num_heads: int) -> GgufTensor:
         """The same tensor, whose rows are known to be interleaved within each of `num_heads` heads."""
@@ -263,11 +263,15 @@ class _Reader:
         return np.frombuffer(self.map, dtype, count, start).copy()
 
     def strings(self, count: int) -> list[str]:
+        data, length_at, end, at = self.map, U64.unpack_from, self.end, self.at
         result = []
         for _ in range(count):
-            length = self.u64()
-            start = self.advance(length)
-            result.append(self.map[start : self.at].decode("utf-8", "surrogateescape"))
+            start = at + 8
+            at = start + length_at(data, at)[0] if start <= end else end + 1
+            if at > end:
+                self.fail(f"string {len(result)} of {count} lies beyond the end")
+            result.append(data[start:at].decode("utf-8", "surrogateescape"))
+        self.at = at
         return result
 
     def tensor_entry(self) -> tuple[str, GgufType, tuple[int, ...], int]:
