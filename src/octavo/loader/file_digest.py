@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 CHUNK_BYTES = 32 * 1024 * 1024
@@ -26,10 +27,11 @@ def file_digest(path: Path, *, cache: Path | None = None) -> bytes:
             return known
     digest = _digest(path, stat.st_size)
     if entry is not None and time.time() - stat.st_mtime > SETTLED_S:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        draft = entry.with_name(f"{entry.name}.{os.getpid()}")
-        draft.write_bytes(digest)
-        draft.replace(entry)
+        with suppress(OSError):  # a read-only or full cache only costs the time to compute it again
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            draft = entry.with_name(f"{entry.name}.{os.getpid()}")
+            draft.write_bytes(digest)
+            draft.replace(entry)
     return digest
 
 

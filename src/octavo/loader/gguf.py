@@ -259,12 +259,12 @@ class _Reader:
         dtype = np.dtype(SCALARS[code])
         start = self.advance(count * dtype.itemsize)
         if dtype == np.bool_:
-            return np.frombuffer(self.map, np.uint8, count, start) != 0
+            return np.frombuffer(self.map, np.uint8, count, start).astype(np.bool_)
         return np.frombuffer(self.map, dtype, count, start).copy()
 
     def strings(self, count: int) -> list[str]:
         data, length_at, end, at = self.map, U64.unpack_from, self.end, self.at
-        result = []
+        result: list[str] = []
         for _ in range(count):
             start = at + 8
             at = start + length_at(data, at)[0] if start <= end else end + 1

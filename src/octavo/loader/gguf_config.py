@@ -30,7 +30,7 @@ NEUTRAL_KEYS |= {"attention.clamp_kqv": 0, "nextn_predict_layers": 0}
 
 # Control tokens that end a turn in the chat formats of the families above: files converted before the `eot` key
 # existed name only the end of the document.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_role|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 CONTROL = 3  # tokenizer.ggml.token_type
 
 SAMPLING = {
@@ -86,7 +86,7 @@ class _Keys:
             key = full_key.removeprefix(self.prefix)
             if key == full_key or key in self.read or key in IGNORED_KEYS:
                 continue
-            if key not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[key]:
+            if isinstance(value, np.ndarray) or key not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[key]:
                 raise UnsupportedModel(
                     f"{self.file.path}: {full_key} is {_brief(value)}, which Octavo does not implement for "
                     f"{self.prefix[:-1]} models."
