@@ -213,7 +213,15 @@ def _field_name(key: str) -> str:
 # Every environment variable that Octavo reads, and what it is for.
 ENVIRONMENT = {
     "OCTAVO_API_KEY": "the key that clients must send, where --api-key is not given",
+    "OCTAVO_CACHE": "the folder for fetched models and derived files (default: octavo in the user's cache folder)",
 }
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder for fetched models and derived files: $OCTAVO_CACHE, or octavo/ in the user's cache folder."""
+    if given := environ.get("OCTAVO_CACHE"):
+        return Path(given).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "octavo"
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str]]:
