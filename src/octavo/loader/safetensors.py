@@ -50,7 +50,8 @@ class SafetensorsTensor:
         if self.type_name == "BOOL":
             return self.data.astype(np.bool_).reshape(self.shape)
         data = self.data if self.data.ctypes.data % dtype.itemsize == 0 else self.data.copy()
-        return data.view(dtype).reshape(self.shape)
+        values: np.ndarray = data.view(dtype).reshape(self.shape)
+        return values
 
 
 def open_safetensors(folder: Path, *, digest_cache: Path | None = None) -> Checkpoint:
