@@ -248,7 +248,8 @@ class ModelFacts:
     stored_dtype: str  # "F32", "BF16" ..., the type of most weights
     has_block_types: bool  # some weights are GGUF blocks
     num_parameters: int
-    kv_request_bytes: Callable[[int, int, int], int]  # (tokens, block size, bytes a value) -> KV of one request
+    # (tokens, most of them in one step, block size, bytes a value) -> KV of one request
+    kv_request_bytes: Callable[[int, int, int, int], int]
 
 
 _DTYPE_OF_STORED = {"F32": "float32", "F64": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -288,10 +289,18 @@ def resolve(
     if threads is None:
         threads = machine.num_cores
         decide("threads", threads, "cores in the affinity mask")
-    elif threads < 1:
-        raise ConfigError(f"--threads is {threads}; it must be at least 1.")
+    quantization: Any = model.quantization
+    if quantization == "auto" and facts.has_block_types and backend == "reference":
+        quantization = "none"
+        decide("quantization", quantization, f"the {backend} backend computes with dequantized weights")
 
-    kv_request_bytes = partial(_kv_request_bytes, facts, cache.block_size, dtype)
+    budget = scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = max(_CPU_STEP_TOKENS, scheduler.max_num_seqs)
+        why = "short steps keep the gaps between tokens short while prompts are computed"
+        decide("max-num-batched-tokens", budget, why)
+    chunk = budget if scheduler.enable_chunked_prefill else facts.context_len
+    kv_request_bytes = partial(_kv_request_bytes, facts, chunk, cache.block_size, dtype)
     weight_bytes = facts.num_parameters * dtype_bytes(dtype)
     free_bytes = machine.memory_available_bytes - weight_bytes
     max_model_len = model.max_model_len
@@ -301,8 +310,6 @@ def resolve(
             f"--max-model-len is {max_model_len}, but the model's context is {context_len} tokens. "
             "Lower it, or extend the context with --rope-scaling."
         )
-    if max_model_len is not None and max_model_len < 1:
-        raise ConfigError(f"--max-model-len is {max_model_len}; it must be at least 1.")
     wanted_len = context_len if max_model_len is None else max_model_len
     kv_bytes = cache.kv_cache_memory_bytes
     if kv_bytes is None:
@@ -330,18 +337,6 @@ def resolve(
             f"KV cache, but it has {_gib(kv_bytes)}. Raise --kv-cache-memory-bytes or lower --max-model-len."
         )
 
-    if scheduler.max_num_seqs < 1:
-        raise ConfigError(f"--max-num-seqs is {scheduler.max_num_seqs}; it must be at least 1.")
-    budget = scheduler.max_num_batched_tokens
-    if budget is None:
-        budget = max(_CPU_STEP_TOKENS, scheduler.max_num_seqs)
-        decide(
-            "max-num-batched-tokens",
-            budget,
-            "short steps keep the gaps between tokens short while prompts are computed",
-        )
-    if budget < 1:
-        raise ConfigError(f"--max-num-batched-tokens is {budget}; it must be at least 1.")
     if not scheduler.enable_chunked_prefill and budget < max_model_len:
         budget = max_model_len
         decide("max-num-batched-tokens", budget, "without chunked prefill a step must hold the longest prompt")
@@ -350,7 +345,13 @@ def resolve(
     resolved = dataclasses.replace(
         config,
         model=dataclasses.replace(
-            model, backend=backend, dtype=dtype, threads=threads, max_model_len=max_model_len, served_model_name=names
+            model,
+            backend=backend,
+            dtype=dtype,
+            threads=threads,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            served_model_name=names,
         ),
         cache=dataclasses.replace(cache, kv_cache_memory_bytes=kv_bytes),
         scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=budget),
@@ -365,8 +366,8 @@ def _auto_dtype(facts: ModelFacts) -> tuple[str, str]:
     return dtype, f"the checkpoint stores {facts.stored_dtype}"
 
 
-def _kv_request_bytes(facts: ModelFacts, block_size: int, dtype: str, num_tokens: int) -> int:
-    return facts.kv_request_bytes(num_tokens, block_size, dtype_bytes(dtype))
+def _kv_request_bytes(facts: ModelFacts, chunk: int, block_size: int, dtype: str, num_tokens: int) -> int:
+    return facts.kv_request_bytes(num_tokens, min(chunk, num_tokens), block_size, dtype_bytes(dtype))
 
 
 def _longest_fit(longest: int, kv_bytes: int, kv_request_bytes: Callable[[int], int]) -> int:
