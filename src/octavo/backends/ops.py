@@ -45,7 +45,7 @@ class RopeTable:
 
     Angle of position p and pair i: p * inv_freq[variant][i]; cos and sin are multiplied by
     attention_factor[variant]. Variant 0 is as trained; variant 1, where it exists, serves requests beyond
-    the native context (see `ForwardBatch.rope_variants`).
+    the native context (see `ForwardBatch.rope_variants`). A table with one variant serves both.
     """
 
     rotary_dim: int
