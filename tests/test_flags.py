@@ -1,0 +1,75 @@
+"""Every flag of every command, by name: a new one is a decision, and a renamed one breaks somebody's script."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from octavo.cli.main import COMMANDS, command_parser
+from octavo.config import ENVIRONMENT, all_options
+
+MODEL = """
+    --model --served-model-name --revision --tokenizer --chat-template --generation-config --dtype --quantization
+    --max-model-len --rope-scaling --backend --threads --seed
+""".split()
+CACHE = "--block-size --kv-cache-memory-bytes --enable-prefix-caching --no-enable-prefix-caching".split()
+SCHEDULER = """
+    --max-num-batched-tokens --max-num-seqs --enable-chunked-prefill --no-enable-chunked-prefill
+    --long-prefill-token-threshold --scheduling-policy --batching --async-scheduling --no-async-scheduling
+""".split()
+SERVER = """
+    --host --port --api-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --max-queued-requests
+    --max-body-bytes --max-header-bytes --max-prompts --max-n --max-logprobs --logprobs-mode
+    --strict-api --no-strict-api --enable-prompt-tokens-details --no-enable-prompt-tokens-details
+    --sse-keep-alive-s --body-timeout-s --drain-timeout-s --engine-start-timeout-s --served-requests-kept
+""".split()
+ENGINE = [*MODEL, *CACHE, *SCHEDULER]
+HELP = "-h --help".split()
+
+FLAGS = {
+    "serve": [*HELP, "--config", *ENGINE, *SERVER],
+    "chat": [
+        *HELP,
+        *"--url --api-key --system --max-tokens --temperature --top-p --lines --stats --config".split(),
+        *ENGINE,
+    ],
+    "run-batch": [
+        *HELP,
+        *"-i --input-file -o --output-file --config".split(),
+        *ENGINE,
+        *"--max-body-bytes --max-prompts --max-n --max-logprobs --logprobs-mode --strict-api --no-strict-api".split(),
+    ],
+    "pull": [*HELP, "--quiet"],
+    "info": [*HELP, "--json"],
+}
+
+
+def test_the_commands_are_these() -> None:
+    assert list(COMMANDS) == list(FLAGS)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_are_these(command: str) -> None:
+    parser = command_parser(command)
+    importlib.import_module(f"octavo.cli.{command.replace('-', '_')}").add_flags(parser)
+    assert list(parser.flags) == FLAGS[command]
+
+
+def test_the_environment_variables_are_these() -> None:
+    assert list(ENVIRONMENT) == ["OCTAVO_API_KEY", "OCTAVO_CACHE"]
+
+
+# Flags that vLLM has too, with the same meaning and the same kind of value; checked against vLLM 0.33.
+SAME_AS_VLLM = """
+    model served_model_name revision tokenizer chat_template generation_config dtype max_model_len seed
+    block_size kv_cache_memory_bytes enable_prefix_caching
+    max_num_batched_tokens max_num_seqs enable_chunked_prefill long_prefill_token_threshold scheduling_policy
+    async_scheduling
+    host port api_key ssl_keyfile ssl_certfile ssl_ca_certs allowed_origins max_logprobs
+    enable_prompt_tokens_details
+""".split()
+
+
+def test_names_shared_with_vllm_stay() -> None:
+    assert set(SAME_AS_VLLM) <= set(all_options())
