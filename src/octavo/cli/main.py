@@ -73,7 +73,3 @@ def _overview() -> str:
     lines = ["usage: octavo COMMAND [options]", "", "commands:"]
     lines += [f"  {name:<10}  {description}" for name, (_, description) in COMMANDS.items()]
     return "\n".join([*lines, "", "octavo COMMAND --help lists a command's options; octavo --version.", ""])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
