@@ -9,9 +9,8 @@ a wrong split changes the ids without any visible error.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -25,8 +24,8 @@ MAX_SHOWN = 40
 
 # Control tokens that end a turn or a text whatever the file's own eos is.
 _END_TEXTS: Final = frozenset(
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> <|endoftext|>"
-    " <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <｜end▁of▁sentence｜>".split(" ")
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|>"
+    " <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <｜end▁of▁sentence｜>".split(" ")
 )
 
 
@@ -42,7 +41,6 @@ class GgufTokenizer:
     eos_token_ids: tuple[int, ...]  # all that end a turn, `eos_token_id` first
     add_bos: bool
     add_eos: bool
-    chat_templates: Mapping[str, str]  # by name; the unnamed one is "default"
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
@@ -91,7 +89,6 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
         eos_token_ids=_end_ids(vocabulary, metadata, ids["eos"]),
         add_bos=add_bos,
         add_eos=add_eos,
-        chat_templates=_chat_templates(metadata),
     )
 
 
@@ -170,8 +167,9 @@ def _build_byte_level(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> _
     scheme = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if scheme is None:
         raise TokenizerError(
-            f"tokenizer.ggml.pre is {name!r}, which is not known; its text would be split wrongly. Known are "
-            f"{', '.join(sorted([*PRE_TOKENIZERS, *_SPACE_MARK_PRE]))}. Name the model's tokenizer.json with --tokenizer."
+            f"tokenizer.ggml.pre is {name!r}, which is not known, so text would be split wrongly. Known are "
+            f"{', '.join(sorted([*PRE_TOKENIZERS, *_SPACE_MARK_PRE]))}. "
+            "Name the model's tokenizer.json with --tokenizer."
         )
     tokenizer = _bpe(vocabulary, _ranked_merges(vocabulary, metadata), ignore_merges=scheme.ignores_merges)
     if scheme.is_nfc:
@@ -249,10 +247,9 @@ def _ranked_merges(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> list
     ids = vocabulary.ids
     merges: dict[tuple[str, str], None] = {}
     for line in lines:
-        left, space, right = line[:1], line[1:], ""
-        head, separator, right = space.partition(" ")
-        left += head
-        if not separator or not right:
+        cut = line.find(" ", 1)
+        left, right = line[:cut], line[cut + 1 :]
+        if cut < 1 or not right:
             raise TokenizerError(
                 f"tokenizer.ggml.merges holds {line[:MAX_SHOWN]!r}, which is not two pieces and a space."
             )
@@ -298,16 +295,6 @@ def _end_ids(vocabulary: _Vocabulary, metadata: Mapping[str, Any], eos_token_id:
         texts.discard("<|end|>")  # there it only ends a message; the turn goes on
     ids += sorted(vocabulary.ids[text] for text in texts)
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
-
-
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    templates: dict[str, str] = {}
-    for key, value in metadata.items():
-        if match := re.fullmatch(r"tokenizer\.chat_template(?:\.(.+))?", key):
-            if not isinstance(value, str):
-                raise TokenizerError(f"{key} is not a string.")
-            templates[match[1] or "default"] = value
-    return templates
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str] | None:
@@ -390,13 +377,23 @@ def _cased_words(digits: str, suffix: str) -> str:
 _GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's expression, built in
 _EACH_DIGIT = pre_tokenizers.Digits(individual_digits=True)
-_CJK = "[一-龥぀-ゟ゠-ヿ]+"
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ASCII_MARK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _MARKED_WORDS = rf"{_ASCII_MARK}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _CASED_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌ"
-    "ῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481"
+    "\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b"
+    "\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b"
+    "\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
 )
 
 _GPT2 = PreTokenizer((_BYTE_LEVEL,))
@@ -447,7 +444,8 @@ _NAMES: Final[tuple[tuple[str, PreTokenizer], ...]] = (
         "jais-2",
         PreTokenizer(
             (
-                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
                 + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
                 + r"|\s",
             )
@@ -478,7 +476,7 @@ _NAMES: Final[tuple[tuple[str, PreTokenizer], ...]] = (
         "youtu",
         PreTokenizer(
             (
-                "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CJK,
+                "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CJK,
                 _cased_words(r"\p{N}", _CONTRACTION + "?"),
             ),
             ignores_merges=True,
@@ -501,16 +499,16 @@ _NAMES: Final[tuple[tuple[str, PreTokenizer], ...]] = (
             (
                 "[\r\n]",
                 rf"\s?[{_CASED_LETTERS}]+",
-                r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
                 r"\s+$",
-                "[一-龥ࠀ-一가-퟿]+",
+                _DEEPSEEK_CJK,
                 _EACH_DIGIT,
             )
         ),
     ),
     (
         "deepseek-coder",
-        PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _EACH_DIGIT)),
+        PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, _EACH_DIGIT)),
     ),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK3),
     ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, rf"{_MARKED_WORDS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"))),
