@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from octavo.cli.batch_file import BatchRequest, CustomIds, Line, Output, custom_id_of, parse_line, read_lines, record
 from octavo.config import Config
-from octavo.engine.llm import AsyncLLM
+from octavo.engine.async_engine import AsyncEngine
 from octavo.errors import InvalidRequest
 from octavo.server.app import create_app
 
@@ -32,14 +32,19 @@ _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Batch:
-    """One run over the input: what is not done yet is answered, at most --max-num-seqs requests at once."""
+def batch_config(config: Config) -> Config:
+    """`config` for a batch: the input is the queue, read only as fast as it is answered, so none is too long."""
+    return replace(config, server=replace(config.server, max_queued_requests=sys.maxsize, api_key=()))
 
-    def __init__(self, source: Path, output: Output, config: Config) -> None:
+
+class Batch:
+    """One run over the input: what has no record yet is answered, at most --max-num-seqs requests at once."""
+
+    def __init__(self, source: Path, output: Output, config: Config, client: AsyncEngine) -> None:
         self._source = source
         self._output = output
-        # The input is the queue, read only as fast as it is answered: nothing is too much for it.
-        self._config = replace(config, server=replace(config.server, max_queued_requests=sys.maxsize, api_key=()))
+        self._client = client
+        self._app = create_app(client, config)
         self._max_line_bytes = config.server.max_body_bytes
         self._begun_s = time.monotonic()
         self.num_lines, self._num_to_do = self._count()
@@ -51,14 +56,12 @@ class Batch:
         """Answer everything. However it ends, the records of what was finished are in the output."""
         if not self._num_to_do:
             return
-        client = AsyncLLM(config=self._config)
-        self._app = create_app(client, self._config)
-        self._client = client
         try:
-            await client.start()
-            await self._answer_all(self._lines_to_do(), client.info.max_num_seqs)
+            await self._client.start()
+            info = await self._client.wait_ready()
+            await self._answer_all(self._lines_to_do(), info.max_num_seqs)
         finally:
-            await client.close()
+            await self._client.close()
 
     def summary(self) -> str:
         seconds = time.monotonic() - self._begun_s

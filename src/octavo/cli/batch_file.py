@@ -52,13 +52,12 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[Line]:
         number = 0
         while raw := file.readline(max_line_bytes + 2):
             number += 1
-            is_whole = raw.endswith(b"\n") or len(raw) <= max_line_bytes
-            if not is_whole:
+            if not raw.endswith(b"\n") and len(raw) > max_line_bytes:
                 _skip_line(file)
             content = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
             if content:
                 digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-                yield Line(number, f"batch_req_{number}_{digest}", content if is_whole else None)
+                yield Line(number, f"batch_req_{number}_{digest}", content if len(content) <= max_line_bytes else None)
 
 
 def _skip_line(file: BinaryIO) -> None:

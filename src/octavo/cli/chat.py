@@ -23,7 +23,7 @@ _HELP = "/reset forgets the conversation, /exit ends (as does Ctrl-D), Ctrl-C st
 def add_flags(parser: Parser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("--url", help="talk to the server at this address, such as http://127.0.0.1:8000")
-    group.add_argument("--api-key", metavar="KEY", help="key of that server (also: OCTAVO_API_KEY)")
+    group.add_argument("--api-key", dest="server_key", metavar="KEY", help="key of that server (also: OCTAVO_API_KEY)")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("--max-tokens", metavar="N", type=int, help="longest answer (default: the room in the context)")
     group.add_argument("--temperature", metavar="X", type=float, help="default: the model's own")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _talker(args: argparse.Namespace, settings: Settings) -> Talker:
     if args.url is None:
-        if args.api_key is not None:
+        if args.server_key is not None:
             raise ConfigError("--api-key is for a server; it needs --url.")
         config = config_from(args)
         if sys.stderr.isatty():
@@ -63,7 +63,7 @@ def _talker(args: argparse.Namespace, settings: Settings) -> Talker:
     if useless or args.config is not None:
         flag = all_options()[min(useless)].flag if useless else "--config"
         raise ConfigError(f"{flag} has no effect with --url: the server has its own.")
-    return ServerTalker(args.url, given_options(args).get("model"), args.api_key, settings)
+    return ServerTalker(args.url, given_options(args).get("model"), args.server_key, settings)
 
 
 class Conversation:

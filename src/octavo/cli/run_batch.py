@@ -39,10 +39,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"-i {source}: {'it is a folder' if source.is_dir() else 'no such file'}.")
     if target.exists() and source.samefile(target):
         raise ConfigError(f"-o {target} is the input itself. Choose another output.")
-    from octavo.cli.batch import Batch  # heavy: --help and mistakes in flags answer without it
+    # Heavy: --help and mistakes in flags answer without them.
+    from octavo.cli.batch import Batch, batch_config
+    from octavo.engine.llm import AsyncLLM
 
+    config = batch_config(config)
     with Output(target) as output:
-        batch = Batch(source, output, config)
+        batch = Batch(source, output, config, AsyncLLM(config=config))
         asyncio.run(batch.run())
     print(batch.summary(), file=sys.stderr)
     return 1 if batch.num_failed else 0
