@@ -127,6 +127,8 @@ class GgufFile:
         files = split_files(path)
         missing = [file.name for file in files if not file.is_file()]
         if missing:
+            if len(files) == 1:
+                raise CheckpointError(f"there is no file {path}.")
             raise CheckpointError(f"{path} is one of {len(files)} files; missing beside it: {', '.join(missing)}.")
         metadata: dict[str, Any] = {}
         tensors: dict[str, GgufTensor] = {}
