@@ -1,0 +1,73 @@
+"""Routes about the server itself: health, readiness, version, metrics, load, cache, single requests."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import NotFound
+from octavo.server.service import Service
+from octavo.server.wire import JsonResponse
+
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+async def health(request: Request, service: Service) -> Response:
+    """200 while the engine can answer, draining included; open to everybody, so a guarded server tells its state only."""
+    state = service.client.state
+    body = {"state": state}
+    if state != "ready" and not service.config.server.api_key:
+        body["reason"] = service.client.state_reason
+    return JsonResponse(body, status_code=200 if state in ("ready", "draining") else 503)
+
+
+async def ready(request: Request, service: Service) -> Response:
+    """200 while new requests are taken: what a load balancer asks."""
+    is_ready = service.client.state == "ready" and not service.is_draining
+    return JsonResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
+
+
+async def ping(request: Request, service: Service) -> Response:
+    return await health(request, service)
+
+
+async def version(request: Request, service: Service) -> Response:
+    return JsonResponse({"version": octavo.__version__})
+
+
+async def metrics(request: Request, service: Service) -> Response:
+    return Response(service.client.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+async def load(request: Request, service: Service) -> Response:
+    return JsonResponse({"server_load": service.num_live, "queued": service.client.num_queued})
+
+
+async def reset_prefix_cache(request: Request, service: Service) -> Response:
+    """Forget every cached prefix; false when running requests still hold some, which then stay."""
+    return JsonResponse({"reset": await service.client.reset_prefix_cache()})
+
+
+async def request_timeline(request: Request, service: Service) -> Response:
+    request_id = _engine_id(request.path_params["request_id"])
+    timeline = service.client.timeline(request_id)
+    if timeline is None:
+        raise NotFound(f"No request {request_id[:80]!r} is running or among the latest (--served-requests-kept).")
+    return JsonResponse(timeline)
+
+
+async def abort_request(request: Request, service: Service) -> Response:
+    """End a running request; its client gets what there is, with finish_reason 'abort'."""
+    request_id = _engine_id(request.path_params["request_id"])
+    if not await service.client.abort(request_id):
+        raise NotFound(f"No request {request_id[:80]!r} is running.")
+    return JsonResponse({"id": request_id, "aborted": True})
+
+
+def _engine_id(answer_id: str) -> str:
+    """The engine's name of a request, given the id of its answer."""
+    for prefix in _ANSWER_PREFIXES:
+        if answer_id.startswith(prefix):
+            return answer_id.removeprefix(prefix)
+    return answer_id

@@ -1,0 +1,223 @@
+"""What a body may hold beside the fields that are honoured, and how its mistakes are told.
+
+Three kinds: known to other servers but not offered here (400, unless the value asks for nothing), harmless
+ones that clients send routinely (ignored, and said so in a header), and unknown ones (the same, or 400 with
+--strict-api). Nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from octavo.errors import InvalidRequest, UnsupportedFeature
+
+WARNINGS_HEADER = "X-Octavo-Warnings"
+_MAX_NAMED = 16
+_MAX_NAME_CHARS = 64
+_MAX_VALUE_CHARS = 80
+
+Body = TypeVar("Body", bound=BaseModel)
+
+# Harmless to ignore: they name the caller, or choose something that this server does not have.
+IGNORED = frozenset(
+    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
+    "verbosity".split()
+)
+
+_OFF = (None, False)
+_ZERO = (None, 0)
+_NOTHING = (None, [])
+
+# Field -> the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "tools": _NOTHING,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _NOTHING,
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    # fields of another endpoint
+    "echo": _OFF,
+    "max_completion_tokens": (None,),
+    "top_logprobs": _ZERO,
+    "messages": (None,),
+    "prompt": (None,),
+    "input": (None,),
+    # vLLM
+    "chat_template": (None,),
+    "use_beam_search": _OFF,
+    "length_penalty": (None, 1),
+    "early_stopping": _OFF,
+    "logprob_token_ids": _NOTHING,
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json_object": _OFF,
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+    "structural_tag": (None,),
+    "kv_transfer_params": (None, {}),
+    "vllm_xargs": (None, {}),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    "stream_interval": (None, 1),
+    "mm_processor_kwargs": (None, {}),
+    "session_id": (None,),
+    "prompt_embeds": (None,),
+    "return_prompt_text": _OFF,
+    "include_reasoning": (None, True),
+    # SGLang
+    "stop_regex": (None, "", []),
+    "no_stop_trim": _OFF,
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "lora_path": (None, "", []),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "custom_params": (None,),
+    "rid": (None,),
+    "extra_key": (None,),
+    "data_parallel_rank": (None,),
+    "return_hidden_states": _OFF,
+    "beam_width": (None, 1),
+    "separate_reasoning": (None, True),
+    "input_ids": (None,),
+    # llama.cpp
+    "n_predict": (None,),
+    "n_keep": _ZERO,
+    "n_discard": _ZERO,
+    "min_keep": _ZERO,
+    "n_indent": _ZERO,
+    "typical_p": (None, 1),
+    "top_n_sigma": (None, -1),
+    "xtc_probability": _ZERO,
+    "dry_multiplier": _ZERO,
+    "dynatemp_range": _ZERO,
+    "mirostat": _ZERO,
+    "repeat_penalty": (None, 1),
+    "samplers": _NOTHING,
+    "grammar": (None, ""),
+    "cache_prompt": (None, True),
+    "id_slot": (None, -1),
+    "n_probs": _ZERO,
+    "post_sampling_probs": _OFF,
+    "timings_per_token": _OFF,
+    "t_max_predict_ms": (None, 0, -1),
+    "return_tokens": _OFF,
+    "lora": _NOTHING,
+    "image_data": _NOTHING,
+}
+
+_HINTS = {
+    "max_completion_tokens": "Send max_tokens.",
+    "top_logprobs": "Send logprobs with the number of alternatives.",
+    "messages": "They belong to /v1/chat/completions.",
+    "prompt": "It belongs to /v1/completions.",
+    "input": "Send prompt or messages.",
+    "best_of": "Send n alone; best_of may only repeat it.",
+    "chat_template": "A template is code: the operator chooses it (--chat-template). Send chat_template_kwargs.",
+    "n_predict": "Send max_tokens.",
+    "repeat_penalty": "Send repetition_penalty.",
+    "cache_prompt": "Send a cache_salt of your own to compute a prompt afresh.",
+    "n_probs": "Send logprobs.",
+    "return_tokens": "Send return_token_ids.",
+    "rid": "Send request_id.",
+    "extra_key": "Send cache_salt.",
+    "no_stop_trim": "Send include_stop_str_in_output.",
+    "stop_regex": "Send stop.",
+    "early_stopping": "Beam search is not offered.",
+    "input_ids": "Send the token ids as prompt.",
+}
+
+
+def parse_body(model: type[Body], raw: Mapping[str, Any]) -> Body:
+    """`raw` as `model`. Raises InvalidRequest naming the first wrong field."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def check_extra(body: BaseModel, *, strict: bool) -> list[str]:
+    """The names of the fields that will be ignored. Raises for what must not be."""
+    ignored: list[str] = []
+    for name, value in (body.model_extra or {}).items():
+        neutral = UNSUPPORTED.get(name)
+        if neutral is not None:
+            n = getattr(body, "n", None)
+            if value in neutral or (name == "best_of" and value == n and value is not True):
+                continue
+            hint = _HINTS.get(name, "Leave it out.")
+            raise UnsupportedFeature(f"{name} is not supported by this server. {hint}", param=name)
+        if name not in IGNORED and strict:
+            refuse_unknown(name)
+        ignored.append(name)
+    return ignored
+
+
+def refuse_unknown(name: str) -> NoReturn:
+    shown = name[:_MAX_NAME_CHARS]
+    raise InvalidRequest(f"Unknown field {shown!r}. Leave it out (the server runs with --strict-api).", param=shown)
+
+
+def warning_headers(ignored: list[str]) -> dict[str, str]:
+    """Names the fields that were ignored, in a form that is safe in a header."""
+    if not ignored:
+        return {}
+    names = [
+        "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:_MAX_NAME_CHARS])
+        for name in ignored
+    ]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return {WARNINGS_HEADER: f"ignored fields: {', '.join(names[:_MAX_NAMED])}{more}"}
+
+
+def show(value: object) -> str:
+    """A value of a request for an error message: short, and cheap whatever it is."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value[: _MAX_VALUE_CHARS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_VALUE_CHARS + 2 else f"{text[:_MAX_VALUE_CHARS]}..."
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=True)[0]
+    param = ".".join(str(part)[:_MAX_NAME_CHARS] for part in first["loc"])
+    kind = first["type"]
+    if kind == "missing":
+        return InvalidRequest(f"{param} is required.", param=param, code="missing_field")
+    if kind == "literal_error":
+        expected = first["ctx"]["expected"]
+    elif kind in _EXPECTED:
+        expected = _EXPECTED[kind]
+    else:
+        return InvalidRequest(f"{param}: {first['msg']}.", param=param, code="invalid_type")
+    return InvalidRequest(f"{param} must be {expected}, got {show(first['input'])}.", param=param, code="invalid_type")
