@@ -85,7 +85,7 @@ def test_draw_inverts_the_running_sum(size):
     weights = random.integers(0, 5, size).astype(np.float32)
     weights[random.integers(size)] = 5
     ends = np.cumsum(weights.astype(np.float64))
-    for uniform in (0.0, 2.0**-53, *random.random(50), 1 - 2.0**-24, 1 - 2.0**-53):
+    for uniform in (0.0, 2.0**-53, *random.random(50), 1 - 2.0**-24, 1 - 2.0**-53, 1.0):
         index = draw(weights, float(uniform))
         before = ends[index] - weights[index]
         target = min(np.floor(uniform * ends[-1]), ends[-1] - 1)
@@ -97,7 +97,7 @@ def test_draw_inverts_the_running_sum(size):
 @given(
     st.integers(1, 3000),
     st.integers(0, 2**32),
-    st.sampled_from([0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-52, 1 - 2.0**-53]),
+    st.sampled_from([0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-53, 1.0]),
     st.integers(0, 2999),
 )
 def test_draw_stays_in_the_support_for_every_uniform(size, seed, uniform, tail):
