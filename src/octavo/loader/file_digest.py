@@ -26,7 +26,7 @@ def file_digest(path: Path, *, cache: Path | None = None) -> bytes:
         if len(known) == hashlib.sha256().digest_size:
             return known
     digest = _digest(path, stat.st_size)
-    if entry is not None and time.time() - stat.st_mtime > SETTLED_S:
+    if entry is not None and time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S:
         with suppress(OSError):  # a read-only or full cache only costs the time to compute it again
             entry.parent.mkdir(parents=True, exist_ok=True)
             draft = entry.with_name(f"{entry.name}.{os.getpid()}")
