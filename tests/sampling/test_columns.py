@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from octavo.errors import InvalidRequest
 from octavo.request import SamplingParams
 from octavo.sampling.columns import SCALARS, RowSampling, SamplingColumns
 
@@ -142,6 +143,12 @@ def test_columns_hold_each_rows_own_values_in_order():
 def test_a_row_does_not_take_an_id_beyond_the_vocabulary(option):
     with pytest.raises(AssertionError, match=f"token id {VOCAB} of {VOCAB}"):
         make_row(**option)
+
+
+@pytest.mark.parametrize("bias", [{"AI": 1}, {-1: 5}, {1: 1e9}, {1: 100.5}, {1: float("nan")}, {1: None}, {True: 1}])
+def test_a_malformed_logit_bias_never_reaches_a_row(bias):  # SMP-03
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        make_row(logit_bias=bias)
 
 
 def test_a_row_without_a_seed_is_refused():

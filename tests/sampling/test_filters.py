@@ -77,6 +77,8 @@ def test_a_weight_depends_on_its_value_alone_and_not_on_its_place():
     for size in (1, 2, 3, 7, 8, 17, 100, 4999):
         some = random.choice(5000, size, replace=False)
         assert np.array_equal(weigh(scale(values[some], peak, 0.9), 5000), weights[some])
+    for start in range(1, 17):
+        assert np.array_equal(weigh(scale(values[start:], peak, 0.9), 5000), weights[start:])
 
 
 @pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 3000])
