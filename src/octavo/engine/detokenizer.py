@@ -112,7 +112,10 @@ class IncrementalDetokenizer:
         return TextDelta(text, count, None, offsets)
 
     def _push_with_stops(self, token_ids: Sequence[int], finished: bool) -> TextDelta:
+        automaton = self._automaton
+        assert automaton is not None
         starts: list[int] = []
+        parts: list[str] = []
         for token_id in token_ids:
             starts.append(self._num_chars)
             self._num_tokens += 1
@@ -120,22 +123,29 @@ class IncrementalDetokenizer:
             if token_id in self._skipped_ids:
                 found = self._look_in_hidden(self._tokenizer.token_text(token_id), may_stop)
             else:
-                found = self._look_in(self._decode(self._read(token_id)), may_stop)
+                text = self._decode(self._read(token_id))
+                if not self._held and self._raw_state is None and automaton.cannot_begin_in(text):
+                    self._num_chars += len(text)
+                    parts.append(text)
+                    continue
+                found = self._look_in(text, may_stop)
             if found is not None:
-                return self._end_at(*found, tuple(starts))
+                return self._end_at(found, parts, starts)
+            parts.append(self._take_decided())
         if finished:
             found = self._look_in(self._decode_end(), self._num_tokens > self._min_tokens)
             if found is not None:
-                return self._end_at(*found, tuple(starts))
-            text, self._held = self._held, ""
-        else:
-            text = self._take_decided()
-        return TextDelta(text, len(starts), None, tuple(starts))
+                return self._end_at(found, parts, starts)
+            parts.append(self._held)
+        return TextDelta("".join(parts), len(starts), None, tuple(starts))
 
-    def _end_at(self, start: int, stop: str, starts: tuple[int, ...]) -> TextDelta:
+    def _end_at(self, found: tuple[int, str], parts: list[str], starts: list[int]) -> TextDelta:
         self._is_finished = True
-        text = self._held[: start - (self._num_chars - len(self._held))]
-        return TextDelta(text + stop if self._includes_stop else text, len(starts), stop, starts)
+        start, stop = found
+        parts.append(self._held[: start - (self._num_chars - len(self._held))])
+        if self._includes_stop:
+            parts.append(stop)
+        return TextDelta("".join(parts), len(starts), stop, tuple(starts))
 
     def _look_in(self, text: str, may_stop: bool) -> tuple[int, str] | None:
         """Append `text`. Returns where the text before a stop string ends, and that stop string."""

@@ -42,6 +42,9 @@ class StopAutomaton:
                 queue.append(child)
         self._begin = re.compile("[" + "".join(map(re.escape, self.next[0])) + "]")
 
+    def cannot_begin_in(self, text: str) -> bool:
+        return self._begin.search(text) is None
+
     def step(self, state: int, char: str) -> int:
         while (found := self.next[state].get(char)) is None:
             if state == 0:

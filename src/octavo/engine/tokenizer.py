@@ -58,6 +58,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
         chat_templates: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`special_tokens` maps names such as "bos_token" to texts of the vocabulary.
 
@@ -72,7 +73,9 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_tokens: dict[str, str] = dict(special_tokens or {})
         self.chat_template = ChatTemplate(chat_templates, self.special_tokens) if chat_templates else None
-        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if vocab_size is None:  # the library counts tokens, which is less where ids have gaps
+            vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size: int = vocab_size
         if self.vocab_size == 0:
             raise TokenizerError("The tokenizer has no tokens.")
         self.bos_token_id = self._id_of("bos_token")
@@ -130,7 +133,11 @@ class Tokenizer:
             if token_id is not None and (text := built.tokenizer.id_to_token(token_id)) is not None
         }
         return cls(
-            built.tokenizer, special_tokens=texts, eos_token_ids=built.eos_token_ids, chat_templates=chat_templates
+            built.tokenizer,
+            special_tokens=texts,
+            eos_token_ids=built.eos_token_ids,
+            chat_templates=chat_templates,
+            vocab_size=built.tokenizer.get_vocab_size(with_added_tokens=True),
         )
 
     @property

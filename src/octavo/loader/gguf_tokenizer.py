@@ -8,11 +8,12 @@ a wrong split changes the ids without any visible error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -118,13 +119,13 @@ class _Vocabulary:
         if len(ids) != len(texts):
             twice = next(text for index, text in enumerate(texts) if ids[text] != index)
             raise TokenizerError(f"tokenizer.ggml.tokens holds {twice[:MAX_SHOWN]!r} twice.")
-        numbers = _numbers(metadata, "tokenizer.ggml.token_type", len(texts))
-        types = [NORMAL] * len(texts) if numbers is None else [int(number) for number in numbers]
-        if numbers is not None and types != numbers:
-            raise TokenizerError("tokenizer.ggml.token_type holds a value that is not an integer.")
-        if bad := next((value for value in set(types) if not 0 <= value <= BYTE), None):
-            raise TokenizerError(f"tokenizer.ggml.token_type holds {bad}; the types are 0 to {BYTE}.")
-        return cls(texts, types, ids)
+        types = _numbers(metadata, "tokenizer.ggml.token_type", len(texts))
+        if types is None:
+            return cls(texts, [NORMAL] * len(texts), ids)
+        wrong = types[(types < 0) | (types > BYTE) | (types != np.floor(types))]
+        if wrong.size:
+            raise TokenizerError(f"tokenizer.ggml.token_type holds {wrong[0]:g}; the types are 0 to {BYTE}.")
+        return cls(texts, types.astype(int).tolist(), ids)
 
     def special_id(self, metadata: Mapping[str, Any], name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -184,9 +185,7 @@ def _build_scored(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> _Buil
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.texts))
     if scores is None:
         raise TokenizerError("tokenizer.ggml.model is 'llama', but tokenizer.ggml.scores is absent.")
-    if any(math.isnan(score) for score in scores):
-        raise TokenizerError("tokenizer.ggml.scores holds a NaN.")
-    tokenizer = _bpe(vocabulary, _scored_merges(vocabulary, scores), space_mark=True)
+    tokenizer = _bpe(vocabulary, _scored_merges(vocabulary, scores.tolist()), space_mark=True)
     has_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
     drops_spaces = _flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
     _mark_spaces(tokenizer, has_prefix, drops_spaces)
@@ -276,12 +275,13 @@ def _scored_merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tup
         for index, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.types, strict=True))
         if kind in (NORMAL, UNUSED, 0)
     }
-    return [
-        (text[:cut], text[cut:])
-        for text in sorted(pieces, key=pieces.__getitem__, reverse=True)
-        for cut in range(1, len(text))
-        if text[:cut] in pieces and text[cut:] in pieces
-    ]
+    merges: list[tuple[str, str]] = []
+    for text in sorted(pieces, key=pieces.__getitem__, reverse=True):
+        for cut in range(1, len(text)):
+            left = text[:cut]
+            if left in pieces and (right := text[cut:]) in pieces:
+                merges.append((left, right))
+    return merges
 
 
 def _end_ids(vocabulary: _Vocabulary, metadata: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
@@ -303,26 +303,25 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str] | None:
         return None
     if isinstance(values, str) or not hasattr(values, "__len__"):
         raise TokenizerError(f"{key} is not an array.")
-    values = list(values)
-    if bad := next((value for value in values if not isinstance(value, str)), None) is not None:
-        raise TokenizerError(f"{key} holds {bad!r}, which is not a string.")
-    return values
+    for value in values:
+        if not isinstance(value, str):
+            raise TokenizerError(f"{key} holds a {type(value).__name__}, not a string.")
+    return list(values)
 
 
-def _numbers(metadata: Mapping[str, Any], key: str, length: int) -> list[float] | None:
-    """The array as it is in any numeric type, exactly `length` long."""
+def _numbers(metadata: Mapping[str, Any], key: str, length: int) -> npt.NDArray[np.float64] | None:
+    """The array, whatever its numeric type, exactly `length` long and without NaN."""
     values = metadata.get(key)
     if values is None:
         return None
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        raise TokenizerError(f"{key} is not an array.")
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(values) != length:
-        raise TokenizerError(f"{key} has {len(values)} entries for {length} tokens.")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TokenizerError(f"{key} holds {value!r}, which is not a number.")
-    return values
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise TokenizerError(f"{key} is not an array of numbers.")
+    if array.size != length:
+        raise TokenizerError(f"{key} has {array.size} entries for {length} tokens.")
+    if np.isnan(array).any():
+        raise TokenizerError(f"{key} holds a NaN.")
+    return array.astype(np.float64)
 
 
 def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
