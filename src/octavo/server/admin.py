@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +17,7 @@ _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 async def health(request: Request, service: Service) -> Response:
-    """200 while the engine can answer, draining included; open to everybody, so a guarded server tells its state only."""
+    """200 while the engine can answer, draining included. Open to everybody: a guarded server tells no reason."""
     state = service.client.state
     body = {"state": state}
     if state != "ready" and not service.config.server.api_key:
@@ -37,6 +40,8 @@ async def version(request: Request, service: Service) -> Response:
 
 
 async def metrics(request: Request, service: Service) -> Response:
+    # The first scrape imports a library, which would hold up every stream.
+    await asyncio.to_thread(importlib.import_module, "prometheus_client")
     return Response(service.client.metrics.render(), media_type="text/plain; version=0.0.4")
 
 

@@ -34,7 +34,14 @@ _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 def create_app(client: EngineClient, config: Config) -> FastAPI:
     """The application; `app.state.service` is its Service. It starts and stops nothing: see `run.serve`."""
-    app = FastAPI(title="Octavo", version=octavo.__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(
+        title="Octavo",
+        version=octavo.__version__,
+        redirect_slashes=False,
+        redoc_url=None,
+        # Nothing is reported to anybody, whatever the environment says.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
     service = app.state.service = Service(client, config)
 
     def route(method: str, path: str, endpoint: Endpoint, body: type[BaseModel] | None = None) -> None:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 65  # above the 60 s after which common proxies close an idle connection
 _LAST_WORDS_S = 2.0  # for the error events of aborted requests to be written
+_LAST_CONNECTIONS_S = 3  # for clients that do not read their answers
 _BACKLOG = 2048
 
 EXIT_DRAINED = 0
@@ -80,12 +81,10 @@ class HttpServer:
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=3,
-                ssl_context_factory=None,
+                timeout_graceful_shutdown=_LAST_CONNECTIONS_S,
+                ssl_context_factory=(lambda *_: tls) if (tls := tls_context(self._config)) else None,
             )
         )
-        self._uvicorn.config.load()
-        self._uvicorn.config.ssl = tls_context(self._config)
         self._drain: asyncio.Task[None] | None = None
         self._abort = asyncio.Event()
 

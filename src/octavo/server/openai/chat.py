@@ -88,7 +88,7 @@ def _max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise InvalidRequest(
-            f"max_tokens is {old} and max_completion_tokens is {new}: they are two names of one limit. Send one of them.",
+            f"max_tokens is {old} and max_completion_tokens is {new}: two names of one limit. Send one of them.",
             param="max_completion_tokens",
         )
     name, value = ("max_tokens", old) if new is None else ("max_completion_tokens", new)

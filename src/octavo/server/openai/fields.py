@@ -27,9 +27,9 @@ IGNORED = frozenset(
     "verbosity".split()
 )
 
-_OFF = (None, False)
-_ZERO = (None, 0)
-_NOTHING = (None, [])
+_OFF: tuple[object, ...] = (None, False)
+_ZERO: tuple[object, ...] = (None, 0)
+_NOTHING: tuple[object, ...] = (None, [])
 
 # Field -> the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {

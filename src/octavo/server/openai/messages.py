@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.engine.chat_template import check_chat_template_kwargs
 from octavo.errors import InvalidRequest, UnsupportedFeature
 from octavo.server.openai.fields import refuse_unknown, show
 from octavo.server.openai.schema import Message, TemplateBody
@@ -43,6 +44,7 @@ async def render_messages(body: TemplateBody, service: Service, ignored: list[st
             param="continue_final_message",
         )
     variables = dict(body.chat_template_kwargs or {})
+    check_chat_template_kwargs(variables)
     ignored += [f"chat_template_kwargs.{name}" for name in variables.keys() - template.variables]
     if body.reasoning_effort is not None:
         if "reasoning_effort" in template.variables:

@@ -83,7 +83,7 @@ def parse_options(
         fingerprint=service.fingerprint(info),
         arrival_s=request.state.arrival_s,
         sampling=_sampling(body, info, max_tokens, logprobs, scores_prompt),
-        default_max_tokens=info.default_sampling.get("max_tokens", default_max_tokens),
+        default_max_tokens=_default_max_tokens(info, default_max_tokens),
         stream=body.stream is True,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
@@ -117,6 +117,11 @@ def _sampling(
         logit_bias=_logit_bias(body.logit_bias or {}),
         **values,  # type: ignore[arg-type]
     )
+
+
+def _default_max_tokens(info: EngineInfo, default: int | None) -> int | None:
+    of_model = info.default_sampling.get("max_tokens")
+    return default if of_model is None else int(of_model)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -57,7 +57,7 @@ def _ids(value: object, param: str, info: EngineInfo, is_cut: bool) -> Prompt:
         )
     if len(value) > info.max_model_len and not is_cut:
         raise ContextLengthExceeded(
-            f"{param} has {len(value)} tokens and the context is {info.max_model_len}: no room is left for an answer. Shorten it.",
+            f"{param} has {len(value)} tokens and the context is {info.max_model_len}. Shorten it.",
             param=param,
         )
     if set(map(type, value)) - {int}:
