@@ -1,10 +1,17 @@
-"""`octavo serve`: the HTTP server."""
+"""`octavo serve`: the HTTP server, and its engine in a process of its own."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import logging
+import sys
 
 from octavo.cli.flags import Parser, add_config_flags, config_from
+from octavo.config import Config
+from octavo.engine.transport import ProcessTransport
+from octavo.errors import StartError
 
 
 def add_flags(parser: Parser) -> None:
@@ -13,6 +20,55 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
-    from octavo.server.run import serve  # heavy: --help and mistakes in flags answer without it
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s", stream=sys.stderr)
+    transport = ProcessTransport()
+    transport.spawn(config)  # the engine loads while the server's imports run
+    try:
+        return _serve(config, transport)
+    finally:
+        transport.kill()
 
-    return serve(config)
+
+def _serve(config: Config, transport: ProcessTransport) -> int:
+    # Heavy: --help and mistakes in flags answer without them, and the engine has been started already.
+    from octavo.engine.async_engine import AsyncEngine
+    from octavo.engine.build import load_model_tokenizer
+    from octavo.server.run import new_event_loop, serve
+
+    async def main() -> int:
+        engine = AsyncEngine(config, transport, lambda: load_model_tokenizer(config))
+        await engine.start()
+        serving = asyncio.create_task(serve(engine, config, on_listening=lambda url: _print(f"listening on {url}")))
+        ready = asyncio.create_task(_announce(engine, config))
+        try:
+            await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and ready.exception() is not None:
+                await ready
+            return await serving
+        finally:
+            for task in (serving, ready):
+                task.cancel()
+            await asyncio.gather(serving, ready, return_exceptions=True)
+            await engine.close()
+
+    async def _announce(engine: AsyncEngine, config: Config) -> None:
+        try:
+            info = await engine.wait_ready(config.server.engine_start_timeout_s)
+        except TimeoutError:
+            raise StartError(
+                f"the engine was not ready after {config.server.engine_start_timeout_s:g} s ({engine.state_reason}); "
+                "raise --engine-start-timeout-s."
+            ) from None
+        for name, value, why in info.decisions:
+            _print(f"  {name} = {value}  ({why})")
+        _print(
+            f"ready: {info.model} as {', '.join(info.served_model_names)}; {info.num_blocks} KV blocks of "
+            f"{info.block_size} tokens, {info.kv_bytes_per_token} bytes a token"
+        )
+
+    with contextlib.closing(asyncio.Runner(loop_factory=new_event_loop)) as runner:
+        return runner.run(main())
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

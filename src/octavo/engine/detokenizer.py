@@ -157,8 +157,10 @@ class IncrementalDetokenizer:
         if self._raw_state is None:
             return found
         self._raw_state, raw_end, raw_stop = self._scan(self._raw_state, text, may_stop)
-        if raw_stop is not None and (stop is None or (raw_end, -len(raw_stop)) < (end, -len(stop))):
-            return self._chars_before(before + raw_end, len(raw_stop)), raw_stop
+        if raw_stop is not None and (found is None or raw_end <= end):
+            raw_found = self._chars_before(before + raw_end, len(raw_stop)), raw_stop
+            if found is None or raw_end < end or raw_found[0] < found[0]:
+                return raw_found
         self._merge_states()
         return found
 

@@ -42,7 +42,11 @@ class ChoiceOutput:
         self._prompt_logprobs += update.prompt_logprobs
         if not update.new_token_ids and update.finish_reason is None:
             return None
-        piece = self._detokenizer.push(update.new_token_ids, finished=update.finish_reason is not None)
+        piece = self._detokenizer.push(
+            update.new_token_ids,
+            finished=update.finish_reason is not None,
+            ended_by_token=update.finish_reason == FinishReason.STOP.value,
+        )
         token_ids = update.new_token_ids[: piece.num_tokens]
         details: tuple[TokenDetail, ...] = ()
         if self._sampling.logprobs is not None:

@@ -105,6 +105,16 @@ class ProcessTransport:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def kill(self) -> None:
+        """End at once, without a loop: for a command that failed before it could `stop`."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
     async def _receive(self, socket: zmq.asyncio.Socket, on_message: OnMessage) -> None:
         while True:
             on_message(decode_from_engine(await socket.recv()))
