@@ -1,7 +1,5 @@
 """Tokenizers rebuilt from GGUF metadata against other implementations of the same vocabulary."""
 
-import io
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -9,14 +7,14 @@ import pytest
 import regex
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
+from tests import vocabularies
 from tests.texts import LINES, english_lines, mixed_lines
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tests.vocabularies import CONTROL, NORMAL, USER_DEFINED
 
 from octavo.errors import TokenizerError
 from octavo.loader.gguf import GgufFile
 from octavo.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -105,72 +103,17 @@ def sentencepiece_model(metadata) -> sentencepiece.SentencePieceProcessor:
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """Metadata of a small byte-level vocabulary, trained here on many scripts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES * 3, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    texts = ["<|endoftext|>", "<|im_end|>", *sorted(model["vocab"], key=model["vocab"].__getitem__), "<think>", "    "]
-    kinds = [CONTROL] * 2 + [NORMAL] * (len(texts) - 4) + [USER_DEFINED] * 2
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.eos_token_id": 1,
-    }
-
-
-def train_sentencepiece(**options):
-    file = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for line in LINES if line and "\x00" not in line] * 3),
-        model_writer=file,
-        model_type="bpe",
-        vocab_size=1100,
-        character_coverage=0.99,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_by_whitespace=False,
-        num_threads=1,
-        minloglevel=3,
-        **options,
-    )
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(file.getvalue())
-    is_added = [piece.type == USER_DEFINED for piece in proto.pieces]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [
-            piece.piece.replace("▁", " ") if added else piece.piece
-            for piece, added in zip(proto.pieces, is_added, strict=True)
-        ],
-        "tokenizer.ggml.scores": np.array([piece.score for piece in proto.pieces], np.float32),
-        "tokenizer.ggml.token_type": np.array([piece.type for piece in proto.pieces], np.int32),
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
+    return vocabularies.byte_level()
 
 
 @pytest.fixture(scope="module")
 def scored():
-    """Metadata of a small SentencePiece vocabulary as Llama 2 has it: a space before every text."""
-    return train_sentencepiece()
+    return vocabularies.scored()
 
 
 @pytest.fixture(scope="module")
 def scored_without_prefix():
-    """As Gemma has it: no such space, runs of spaces and newlines as tokens of their own."""
-    runs = ["▁▁", "▁▁▁", "▁▁▁▁", "\n", "\n\n", "\t"]
-    return train_sentencepiece(add_dummy_prefix=False, user_defined_symbols=runs) | {
-        "tokenizer.ggml.add_space_prefix": False
-    }
+    return vocabularies.scored_without_prefix()
 
 
 def same_text(line: str) -> bool:
