@@ -37,7 +37,7 @@ class LocalTalker:
         tokenizer, info = self._llm.tokenizer, self._llm.info
         prompt = tokenizer.render_chat(messages, add_generation_prompt=True)
         token_ids = tuple(tokenizer.encode(prompt, add_special_tokens=False))
-        sampling = SamplingParams(**{**info.default_sampling, **self._settings.given()})
+        sampling = SamplingParams(**{**info.default_sampling, "max_tokens": None, **self._settings.given()})
         check_limits(token_ids, sampling, info)
         request = GenerationRequest(
             request_id=f"chat-{next(self._ids)}",

@@ -74,7 +74,7 @@ class AsyncEngine:
     def __init__(
         self, config: Config, transport: Transport, load_tokenizer: Callable[[], Tokenizer], metrics: Metrics | None = None
     ) -> None:
-        self.metrics = metrics or Metrics()
+        self.metrics = metrics or Metrics(requests_kept=config.server.served_requests_kept)
         self._config = config
         self._transport = transport
         self._load_tokenizer = load_tokenizer
@@ -336,6 +336,8 @@ class AsyncEngine:
     async def _start_engine(self) -> None:
         self._started_s = time.monotonic()
         await self._transport.start(self._config, self._on_message, self._on_exit)
+        if (pid := self._transport.pid) is not None:
+            self.metrics.watch_process("engine", pid)
 
     async def _prepare_tokenizer(self) -> None:
         try:

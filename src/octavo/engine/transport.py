@@ -34,6 +34,11 @@ _STOP_TIMEOUT_S = 5.0
 class Transport(Protocol):
     """The client's end. Callbacks run on the client's event loop, `on_exit` exactly once a start."""
 
+    @property
+    def pid(self) -> int | None:
+        """The engine's process; None where it shares the client's."""
+        ...
+
     async def start(self, config: Config, on_message: OnMessage, on_exit: OnExit) -> None: ...
 
     def send(self, message: ToEngine) -> None: ...
@@ -78,7 +83,7 @@ class ProcessTransport:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return None if self._process is None else self._process.pid
 
     def send(self, message: ToEngine) -> None:
         if self._socket is not None:
@@ -140,6 +145,10 @@ class ThreadTransport:
     def __init__(self) -> None:
         self._channel: QueueChannel | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> None:
+        return None
 
     async def start(self, config: Config, on_message: OnMessage, on_exit: OnExit) -> None:
         loop = asyncio.get_running_loop()
