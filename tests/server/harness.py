@@ -65,8 +65,8 @@ def build_tokenizer(*, adds_bos: bool = False, chat_template: str | None = _CHAT
 class FakeEngine:
     """An `EngineClient` whose model is a hash: the same prompt, seed, choice and position give the same token.
 
-    `step_s` is the time of a step; `script` replaces the model; `fails_at` makes a request fail at that step;
-    `gate` holds every step back until it is set.
+    `step_s` is the time of a step; `script` replaces the model; `failure` is raised at step `fails_at`. When
+    `steps` is set, every step waits for a permit of it.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class FakeEngine:
         step_s: float = 0.0,
         script: Callable[[GenerationRequest, int, int], int] | None = None,
         fails_at: int | None = None,
+        failure: Exception | None = None,
         tokens_per_step: int = 1,
         default_sampling: Mapping[str, float | int] | None = None,
         max_model_len: int = MAX_MODEL_LEN,
@@ -87,7 +88,8 @@ class FakeEngine:
         self.num_queued = 0
         self.step_s = step_s
         self.fails_at = fails_at
-        self.gate: asyncio.Event | None = None
+        self.failure = failure or RequestFailed("The logits of this request are not finite.")
+        self.steps: asyncio.Semaphore | None = None
         self.live: dict[str, GenerationRequest] = {}
         self.seen: list[GenerationRequest] = []
         self.num_aborted = 0
@@ -131,15 +133,15 @@ class FakeEngine:
         queued, ended = n, False
         try:
             outputs = [ChoiceOutput(i, self._tokenizer, request.prompt_token_ids, request.sampling) for i in range(n)]
-            if self.gate is not None:
-                await self.gate.wait()
-            self.num_queued -= queued
-            queued = 0
             step = 0
             while not all(output.is_finished for output in outputs):
+                if self.steps is not None:
+                    await self.steps.acquire()
                 await asyncio.sleep(self.step_s)
+                self.num_queued -= queued
+                queued = 0
                 if step == self.fails_at:
-                    raise RequestFailed("The logits of this request are not finite.")
+                    raise self.failure
                 for output in outputs:
                     if output.is_finished:
                         continue
@@ -160,6 +162,11 @@ class FakeEngine:
             return False
         self._aborting.add(request_id)
         return True
+
+    def allow(self, num_steps: int) -> None:
+        assert self.steps is not None
+        for _ in range(num_steps):
+            self.steps.release()
 
     async def reset_prefix_cache(self) -> bool:
         return self.prefix_cache_is_free

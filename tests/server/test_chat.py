@@ -165,7 +165,8 @@ def test_what_a_template_refuses_is_the_clients_mistake() -> None:
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}{{ m.role }}: {{ m.content }}\n"
+        "{% endfor %}"
     )
     user, assistant = MESSAGES[1], {"role": "assistant", "content": "b"}
     refused = {
