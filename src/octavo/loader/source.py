@@ -6,7 +6,9 @@ safetensors and GGUF only: pickles are refused, and code that comes with a model
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,8 @@ from octavo.loader.gguf_model import open_gguf
 from octavo.loader.pull import Progress, pull
 from octavo.loader.safetensors import open_safetensors
 from octavo.options import did_you_mean
+
+log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
@@ -42,10 +46,13 @@ def resolve_source(
     cache: Path,
     revision: str | None = None,
     fetch: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda phase, done, total: None,
+    notice: Callable[[str], None] = log.warning,
 ) -> LocalModel:
-    """Find the model called `name`; with `fetch`, download what is not here yet. Raises LoadError with the way out."""
-    report = progress or (lambda phase, done, total: None)
+    """Find the model called `name`; with `fetch`, download what is not here yet. Raises LoadError with the way out.
+
+    `notice` receives the licence terms of a model that is being fetched.
+    """
     path = Path(name).expanduser()
     is_path = path.exists() or name.startswith(("/", ".", "~")) or name.endswith(".gguf")
     if revision is not None and (is_path or name in CATALOGUE):
@@ -57,10 +64,10 @@ def resolve_source(
         if not target.is_file():
             if not fetch:
                 raise LoadError(f"{name} is not on this machine. Fetch it with: octavo pull {name}")
-            pull(name, cache=cache, progress=report, notice=lambda text: report(text, 0, 0))
+            pull(name, cache=cache, progress=progress, notice=notice)
         return LocalModel(name, target, "gguf")
     if HUB_ID.fullmatch(name):
-        report("download", 0, 0)
+        progress("download", 0, 0)
         return _from_hub(name, revision, fetch=fetch)
     raise LoadError(
         f"{name!r} is neither a path here nor a model of the catalogue ({', '.join(CATALOGUE)})"
