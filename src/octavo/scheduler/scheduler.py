@@ -299,7 +299,8 @@ class Scheduler:
         """
         request = live.request
         num_known = live.num_known_tokens
-        if num_known > live.end or live.num_draft_steps:
+        headroom = len(self._running) * self._tables.num_groups
+        if num_known > live.end or live.num_draft_steps or self._pool.num_free <= headroom:
             return False
         self._set_root(live)
         is_scored = (
@@ -312,7 +313,6 @@ class Scheduler:
         num_tokens = min(num_known - start, step.budget, self._max_chunk)
         if not self._is_chunked and num_tokens < num_known - start:
             return False
-        headroom = len(self._running) * self._tables.num_groups
         if not self._tables.admit(request, hit, end=start + num_tokens, num_known=num_known, headroom=headroom):
             return False
         self._waiting.remove(live)
