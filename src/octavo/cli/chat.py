@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         if is_interactive:
             conversation.interact()
         else:
-            conversation.read(sys.stdin.read().splitlines() if args.lines else [sys.stdin.read()])
+            piped = sys.stdin.read().rstrip("\r\n")
+            conversation.read(piped.splitlines() if args.lines else [piped])
     return 0
 
 
