@@ -46,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     config = batch_config(config)
     with Output(target) as output:
         batch = Batch(source, output, config, AsyncLLM(config=config))
-        asyncio.run(batch.run())
+        try:
+            asyncio.run(batch.run())
+        except KeyboardInterrupt:
+            print("octavo: stopped; the same command goes on from here.", file=sys.stderr)
+            raise
     print(batch.summary(), file=sys.stderr)
     return 1 if batch.num_failed else 0
