@@ -24,7 +24,7 @@ from tokenizers import AddedToken
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ContextLengthExceeded, InvalidRequest, TokenizerError
 from octavo.loader.gguf import GgufFile
-from octavo.loader.gguf_tokenizer import bos_eos_processor, build_tokenizer
+from octavo.loader.gguf_tokenizer import build_tokenizer, surrounding
 from octavo.loader.json_files import read_text
 from octavo.loader.tokenizer_files import (
     DEFAULT_TEMPLATE,
@@ -369,22 +369,30 @@ def _special_texts(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -
 def _apply_bos_eos_flags(
     tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """add_bos_token and add_eos_token of tokenizer_config.json, where it has them, decide over tokenizer.json."""
-    flags = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
-    if all(flag is None for flag in flags.values()):
-        return
-    around = tokenizer.encode("").ids
-    ids: dict[str, int | None] = {}
-    for name, at in (("bos", slice(0, 1)), ("eos", slice(-1, None))):
+    """Add the BOS or EOS that tokenizer_config.json wants and tokenizer.json forgot (as DeepSeek's do).
+
+    A flag that is false takes nothing away, as in transformers.
+    """
+    wanted = {name: config.get(f"add_{name}_token") is True for name in ("bos", "eos")}
+    plain, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    at = next(index for index in range(len(full)) if full[index : index + len(plain)] == plain)
+    before, after = full[:at], full[at + len(plain) :]
+    for name, is_wanted in wanted.items():
+        if not is_wanted:
+            continue
         text = special_tokens.get(f"{name}_token")
         token_id = None if text is None else tokenizer.token_to_id(text)
-        adds = around[at] == [token_id] if flags[name] is None else bool(flags[name])
-        if flags[name] and token_id is None:
+        if token_id is None:
             raise TokenizerError(
-                f"tokenizer_config.json sets add_{name}_token, but the vocabulary has no {name}_token."
+                f"tokenizer_config.json sets add_{name}_token, but its {name}_token "
+                f"{config.get(f'{name}_token')!r} is not in the vocabulary."
             )
-        ids[name] = token_id if adds else None
-    tokenizer.post_processor = bos_eos_processor(ids["bos"], ids["eos"])
+        if name == "bos" and before[:1] != [token_id]:
+            before.insert(0, token_id)
+        elif name == "eos" and after[-1:] != [token_id]:
+            after.append(token_id)
+    if (before, after) != (full[:at], full[at + len(plain) :]):
+        tokenizer.post_processor = surrounding(before, after)
 
 
 class _ByteTable(dict[int, bytes]):

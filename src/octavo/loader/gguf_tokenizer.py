@@ -70,17 +70,20 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
                 ids[name] = default
     add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", built.adds_bos)
     add_eos = _flag(metadata, "tokenizer.ggml.add_eos_token", False)
+    around: list[list[int]] = []
     for wanted, name in ((add_bos, "bos"), (add_eos, "eos")):
-        if wanted and ids[name] is None:
+        token_id = ids[name]
+        if wanted and token_id is None:
             raise TokenizerError(
                 f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id is absent."
             )
+        around.append([token_id] if wanted and token_id is not None else [])
     tokenizer = built.tokenizer
     tokenizer.add_tokens(vocabulary.added_tokens(built.strips_after_special))
     if (size := tokenizer.get_vocab_size(with_added_tokens=True)) != len(vocabulary.texts):
         raise TokenizerError(f"The GGUF tokenizer holds {len(vocabulary.texts)} tokens, but {size} came out of it.")
-    if add_bos or add_eos:
-        tokenizer.post_processor = bos_eos_processor(ids["bos"] if add_bos else None, ids["eos"] if add_eos else None)
+    if any(around):
+        tokenizer.post_processor = surrounding(*around)
     return GgufTokenizer(
         tokenizer=tokenizer,
         bos_token_id=ids["bos"],
@@ -93,11 +96,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     )
 
 
-def bos_eos_processor(bos_token_id: int | None, eos_token_id: int | None) -> processors.PostProcessor:
-    """Puts the given ids around a text."""
-    ids = {"[BOS]": bos_token_id, "[EOS]": eos_token_id}
-    special_tokens = [(name, token_id) for name, token_id in ids.items() if token_id is not None]
-    single = ["[BOS]:0"] * (bos_token_id is not None) + ["$A:0"] + ["[EOS]:0"] * (eos_token_id is not None)
+def surrounding(before: Sequence[int], after: Sequence[int]) -> processors.PostProcessor:
+    """Puts token ids before and after each text."""
+    names = {token_id: f"[{token_id}]" for token_id in (*before, *after)}
+    single = [*(f"{names[token_id]}:0" for token_id in before), "$A:0", *(f"{names[token_id]}:0" for token_id in after)]
+    special_tokens = [(name, token_id) for token_id, name in names.items()]
     return processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special_tokens)
 
 
