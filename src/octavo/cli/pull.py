@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from types import TracebackType
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -47,7 +48,7 @@ class _Bars:
         self._name = name
         self._is_hidden = is_hidden
         self._phase = ""
-        self._bar: tqdm | None = None
+        self._bar: tqdm[NoReturn] | None = None
 
     def show(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase or self._bar is None:

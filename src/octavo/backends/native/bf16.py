@@ -22,4 +22,5 @@ def float32_to_bf16(x: NDArray[np.float32], *, isa: str = "auto") -> NDArray[ml_
     source = np.ascontiguousarray(x, np.float32).reshape(-1)
     target = np.empty(source.size, np.uint16)
     _native.f32_to_bf16(source, target, isa)
-    return target.view(ml_dtypes.bfloat16).reshape(x.shape)
+    narrow: NDArray[ml_dtypes.bfloat16] = target.view(ml_dtypes.bfloat16)
+    return narrow.reshape(x.shape)
