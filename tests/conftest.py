@@ -103,7 +103,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, deadline: float) -> 
         assert process.poll() is None, f"the server ended with {process.returncode} before it was ready"
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/ready")
+            connection.request("GET", "/health")  # the one route that needs no key
             if connection.getresponse().status == 200:
                 return
         time.sleep(0.05)
