@@ -32,6 +32,7 @@ RENDER_TIMEOUT_S: Final = 5.0
 PROBE_TIMEOUT_S: Final = 0.5  # of each render of a made-up message when a template is loaded
 MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024
 MAX_KWARGS_BYTES: Final = 64 * 1024
+MAX_SHAPES: Final = 1024  # of conversations, for which it is remembered what the template drops
 KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _RESERVED: Final = frozenset(
     "messages tools documents add_generation_prompt continue_final_message raise_exception strftime_now"
@@ -59,13 +60,18 @@ class ChatTemplate:
     `variables` are the names that the templates read: a keyword outside of it has no effect.
     """
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        timeout_s: float = RENDER_TIMEOUT_S,
+    ) -> None:
         """Compile `templates`. Raises TokenizerError for one that does not compile."""
         if not templates:
             raise TokenizerError("There is no chat template to compile.")
         self._special_tokens = dict(special_tokens or {})
         self._templates = {
-            name: _Compiled(name, source, self._special_tokens) for name, source in sorted(templates.items())
+            name: _Compiled(name, source, self._special_tokens, timeout_s) for name, source in sorted(templates.items())
         }
         self._default = self._templates.get("default", next(iter(self._templates.values())))
         self._for_tools = self._templates.get("tool_use", self._default)
@@ -102,8 +108,10 @@ class ChatTemplate:
             )
         if documents and "documents" not in template.variables:
             raise UnsupportedFeature("The model's chat template has no place for documents.", param="documents")
-        if "tools" not in template.variables:
-            conversation = _with_tools_as_text(conversation, tools, template)
+        if not template.writes_tool_calls:
+            conversation = [_with_calls_as_text(message) for message in conversation]
+        if tools and "tools" not in template.variables:
+            conversation = _with_tools_as_text(conversation, tools)
             tools = None
         conversation = [template.with_content_format(message) for message in conversation]
         variables = {
@@ -117,7 +125,13 @@ class ChatTemplate:
             text = _cut_after_final_message(template, conversation, variables)
         else:
             text = template.render({**variables, "messages": conversation})
-        _refuse_dropped_messages(template, conversation, variables, text)
+        for index in sorted(template.dropped(conversation, variables)):
+            what = "tool calls" if conversation[index].get("tool_calls") else "such a message"
+            raise InvalidRequest(
+                f"messages[{index}] has the role {conversation[index]['role']!r}, and the model's chat template has no "
+                f"place for {what} there. Put its text into another message.",
+                param="messages",
+            )
         return text
 
 
@@ -144,8 +158,10 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 class _Compiled:
     """One template, and what it can take, found out by rendering probes."""
 
-    def __init__(self, name: str, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, name: str, source: str, special_tokens: Mapping[str, str], timeout_s: float) -> None:
         self._environment = _Environment()
+        self._timeout_s = timeout_s
+        self._dropped: dict[object, frozenset[int]] = {}
         try:
             tree = self._environment.parse(source)
             if banned := next(tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)), None):
@@ -155,6 +171,9 @@ class _Compiled:
                 )
             self.variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
             self.words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+            self.writes_tool_calls = "tool_calls" in self.words or any(
+                node.attr == "tool_calls" for node in tree.find_all(nodes.Getattr)
+            )
             self._template = self._environment.from_string(_Guard().visit(tree).set_environment(self._environment))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
@@ -168,16 +187,39 @@ class _Compiled:
         # A template that knows only strings prints a list as Python or JSON.
         self.takes_parts = _SENTINEL in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
         self.takes_text = _SENTINEL in as_text or not self.takes_parts
-        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        self.knows_tool_role = _SENTINEL in self.probe([question, answer, {"role": "tool", "content": _SENTINEL}])
 
-    def probe(self, messages: Sequence[Message]) -> str:
+    def probe(self, messages: Sequence[Message], **more: Any) -> str:
         """The rendered text, or nothing if the template refuses."""
-        variables = {**self._probe_variables, "add_generation_prompt": False, "messages": messages}
+        variables = {**self._probe_variables, "add_generation_prompt": False, **more, "messages": messages}
         try:
-            return self.render(variables, PROBE_TIMEOUT_S)
+            return self.render(variables, min(PROBE_TIMEOUT_S, self._timeout_s))
         except InvalidRequest:
             return ""
+
+    def dropped(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> frozenset[int]:
+        """The messages of a conversation of this shape that do not come up in the text.
+
+        Templates change texts (trim them, cut out reasoning, quote them), so words of our own are looked for. Beside
+        tool calls many templates leave out the text; there the name of the function is looked for.
+        """
+        shape = (
+            bool(variables["tools"]),
+            *((message["role"], bool(_text_of(message)), bool(message.get("tool_calls"))) for message in conversation),
+        )
+        if (known := self._dropped.get(shape)) is not None:
+            return known
+        words = {
+            index: f"{_SENTINEL}{index}End"
+            for index, message in enumerate(conversation)
+            if _text_of(message).strip() or message.get("tool_calls")
+        }
+        marked = [_with_word(message, words.get(index)) for index, message in enumerate(conversation)]
+        text = self.probe(marked, **{name: variables[name] for name in ("tools", "documents")})
+        dropped = frozenset(index for index, word in words.items() if word not in text) if text else frozenset()
+        if len(self._dropped) >= MAX_SHAPES:
+            self._dropped.clear()
+        self._dropped[shape] = dropped
+        return dropped
 
     def with_content_format(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")
@@ -187,10 +229,10 @@ class _Compiled:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
-    def render(self, variables: Mapping[str, Any], timeout_s: float = RENDER_TIMEOUT_S) -> str:
+    def render(self, variables: Mapping[str, Any], timeout_s: float | None = None) -> str:
         """Raises InvalidRequest for whatever goes wrong; the message holds no trace."""
         try:
-            return self._environment.run(self._template, variables, timeout_s)
+            return self._environment.run(self._template, variables, timeout_s or self._timeout_s)
         except _Refusal as error:
             raise InvalidRequest(str(error), param="messages") from error
         except _LimitReached as error:
@@ -387,30 +429,25 @@ def _checked_call(call: Any, index: int) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _with_tools_as_text(
-    conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, template: _Compiled
-) -> list[dict[str, Any]]:
-    """For a template that knows no tools: their schemas, calls and results as text of the messages."""
-    written: list[dict[str, Any]] = []
-    for message in conversation:
-        if calls := message.get("tool_calls"):
-            lines = [
-                f"<tool_call>\n{_to_json({key: call['function'][key] for key in ('name', 'arguments')})}\n</tool_call>"
-                for call in calls
-            ]
-            content = _text_of(message)
-            message = {**message, "content": "\n".join([content, *lines] if content else lines)}
-            del message["tool_calls"]
-        elif message["role"] == "tool" and not template.knows_tool_role:
-            message = {**message, "role": "user", "content": f"<tool_response>\n{_text_of(message)}\n</tool_response>"}
-        written.append(message)
-    if tools:
-        text = _TOOLS_TEXT.format(tools="\n".join(map(_to_json, tools)))
-        if written[0]["role"] == "system":
-            written[0] = {**written[0], "content": f"{_text_of(written[0])}\n\n{text}"}
-        else:
-            written.insert(0, {"role": "system", "content": text})
-    return written
+def _with_tools_as_text(conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that has no place for tools: their schemas in the system message."""
+    text = _TOOLS_TEXT.format(tools="\n".join(map(_to_json, tools)))
+    first = conversation[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{_text_of(first)}\n\n{text}"}, *conversation[1:]]
+    return [{"role": "system", "content": text}, *conversation]
+
+
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """For a template that has no place for tool calls: the way `_TOOLS_TEXT` asks for them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
+    lines = [f"<tool_call>\n{_to_json(call)}\n</tool_call>" for call in written]
+    text = _text_of(message)
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join([text, *lines] if text else lines)}
 
 
 def _text_of(message: Message) -> str:
@@ -424,8 +461,17 @@ def _with_text(message: Message, text: str) -> dict[str, Any] | None:
     if isinstance(content, str):
         return {**message, "content": text}
     if isinstance(content, list) and content:
-        return {**message, "content": [*content[:-1], {**content[-1], "text": text}]}
+        return {**message, "content": [*content[:-1], {"type": "text", "text": text}]}
     return None
+
+
+def _with_word(message: Message, word: str | None) -> Message:
+    """A copy that says `word` alone: as its text, or as the function that it calls."""
+    if word is None:
+        return message
+    if calls := message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "function": {**call["function"], "name": word}} for call in calls]}
+    return _with_text(message, word) or message
 
 
 def _cut_after_final_message(
@@ -445,37 +491,3 @@ def _cut_after_final_message(
         )
     # A template that trims the text has trimmed the space behind the mark, and would have trimmed before it.
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _refuse_dropped_messages(
-    template: _Compiled, conversation: list[dict[str, Any]], variables: Mapping[str, Any], text: str
-) -> None:
-    """Raise InvalidRequest if the text of a message is not in the rendered text and the template is why.
-
-    Templates may change a text (trim it, cut its reasoning, quote it), so what is missing is looked for again as
-    a plain word. Beside tool calls many templates drop the text; there the function's name is looked for.
-    """
-    missing: dict[int, str] = {}
-    for index, message in enumerate(conversation):
-        if calls := message.get("tool_calls"):
-            if any(call["function"]["name"] not in text for call in calls):
-                raise InvalidRequest(
-                    f"messages[{index}].tool_calls: the model's chat template does not write tool calls.",
-                    param="messages",
-                )
-        elif (content := _text_of(message).strip()) and content not in text:
-            missing[index] = f"{_SENTINEL}{index}End"
-    if not missing:
-        return
-    probe = [
-        (_with_text(message, missing[index]) or message) if index in missing else message
-        for index, message in enumerate(conversation)
-    ]
-    rendered = template.render({**variables, "messages": probe})
-    for index, word in missing.items():
-        if word not in rendered:
-            raise InvalidRequest(
-                f"messages[{index}] has the role {conversation[index]['role']!r}, and the model's chat template has "
-                "no place for such a message there. Put its text into another message.",
-                param="messages",
-            )
