@@ -18,7 +18,7 @@ from tests.server.reading import parse_stream, stream
 
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest, Unavailable
-from octavo.server.wire import json_text
+from octavo.server.wire import json_bytes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -219,7 +219,7 @@ def test_a_slow_reader_delays_nobody(tokenizer: Tokenizer) -> None:
 
 def test_line_breaks_in_a_text_break_no_line() -> None:
     text = 'a\nb\r\n"c"\u2028d\u2029e\x85f\x0b\x0c\x1cg\x00\\ 🀄é'
-    written = json_text(text)
+    written = json_bytes(text)
     assert json.loads(written) == text
     assert len(written.decode().splitlines()) == 1
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 import octavo
 from octavo.config import Config
 from octavo.engine.client import EngineClient
-from octavo.errors import NotFound, RequestError
+from octavo.errors import ConfigError, NotFound, RequestError
 from octavo.server import admin
 from octavo.server.failure import MethodNotAllowed, error_response
 from octavo.server.middleware import ApiKeyGuard, RequestContext
@@ -34,6 +34,8 @@ _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 def create_app(client: EngineClient, config: Config) -> FastAPI:
     """The application; `app.state.service` is its Service. It starts and stops nothing: see `run.serve`."""
+    if not all(config.server.api_key):
+        raise ConfigError("an API key is empty: anybody could send it. Set --api-key to a secret, or leave it out.")
     app = FastAPI(
         title="Octavo",
         version=octavo.__version__,

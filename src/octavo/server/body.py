@@ -12,6 +12,8 @@ from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, PayloadTooLarge
 from octavo.server.failure import RequestTimeout
 
+_MAX_FIELDS = 256
+
 _decode = msgspec.json.Decoder().decode
 
 
@@ -37,6 +39,8 @@ async def read_json_object(request: Request, config: ServerConfig) -> dict[str, 
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    if len(value) > _MAX_FIELDS:
+        raise InvalidRequest(f"The body has {len(value)} fields; the limit is {_MAX_FIELDS}.")
     return value
 
 

@@ -32,6 +32,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.access_log = False  # middleware.py logs, without queries
         self._phase = _Phase.IDLE
         self._head_bytes = 0
         self._discarded_bytes = 0
@@ -113,6 +114,8 @@ class BoundedProtocol(HttpToolsProtocol):
         body = json_bytes(error_object(error))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._set_timer(_LINGER_S, self.transport.close)
 
     def _head_too_large(self) -> RequestError:

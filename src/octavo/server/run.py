@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -58,6 +59,9 @@ async def serve(
     the certificate cannot be used. Cancel it to stop at once.
     """
     server = HttpServer(client, config)
+    # What is loaded now stays. Collections that a large body sets off would hold up every stream.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     with _signals_to(server.shut_down) if handles_signals else contextlib.nullcontext():
         return await server.run(on_listening)
 

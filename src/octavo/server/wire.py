@@ -1,4 +1,4 @@
-"""JSON as it goes over the wire: the one encoder, and the bytes of the two hot shapes, strings and SSE events."""
+"""JSON as it goes over the wire: the one encoder, and server-sent events."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
 
 def json_bytes(value: Any) -> bytes:
-    """Compact UTF-8 JSON."""
-    return _encode(value)
-
-
-def json_text(text: str) -> bytes:
-    """`text` as a JSON string that no reader can break, not even one that splits a stream with str.splitlines()."""
-    encoded = _encode(text)
-    if text.isascii():
+    """Compact UTF-8 JSON that no reader of a stream can break, not even one that uses str.splitlines()."""
+    encoded = _encode(value)
+    if encoded.isascii():
         return encoded
     return (
         encoded.replace(b"\xc2\x85", b"\\u0085")

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.engine.events import ChoiceDelta, TokenDetail
 from octavo.server.generation import Generation
 from octavo.server.openai.options import Options
-from octavo.server.wire import json_bytes, json_text
+from octavo.server.wire import json_bytes
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class ChunkFrames:
             finish = b',"finish_reason":null'
         else:
             stop_reason = b"null" if delta.stop_reason is None else json_bytes(delta.stop_reason)
-            finish = b',"finish_reason":' + json_text(delta.finish_reason) + b',"stop_reason":' + stop_reason
+            finish = b',"finish_reason":' + json_bytes(delta.finish_reason) + b',"stop_reason":' + stop_reason
         tail = self._tail
         if self._options.continuous_usage:
             tail = b',"usage":' + json_bytes(self._generation.usage(details=self._show_cached)) + b"}\n\n"

@@ -23,7 +23,7 @@ from octavo.server.openai.prompts import Prompt, encode_prompts, engine_requests
 from octavo.server.openai.schema import ChatBody
 from octavo.server.service import Service
 from octavo.server.sse import EventStream, until_departure
-from octavo.server.wire import JsonResponse, json_bytes, json_text
+from octavo.server.wire import JsonResponse, json_bytes
 
 _CHUNK_OBJECT = "chat.completion.chunk"
 
@@ -188,6 +188,6 @@ class _ChatChunks:
             logprobs = json_bytes(
                 chat_logprobs(delta.logprobs, self._options.logprobs, as_ids=self._options.tokens_as_ids)
             )
-        content = b',"delta":{"content":' + json_text(delta.text) + b'},"logprobs":' + logprobs
+        content = b',"delta":{"content":' + json_bytes(delta.text) + b'},"logprobs":' + logprobs
         extra = members({"token_ids": delta.token_ids}) if self._options.return_token_ids else b""
         return self._frames.chunk(delta, content, extra, ends=False)

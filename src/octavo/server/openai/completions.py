@@ -23,7 +23,7 @@ from octavo.server.openai.prompts import encode_prompts, engine_requests, read_p
 from octavo.server.openai.schema import CompletionBody
 from octavo.server.service import Service
 from octavo.server.sse import EventStream, until_departure
-from octavo.server.wire import JsonResponse, json_bytes, json_text
+from octavo.server.wire import JsonResponse, json_bytes
 
 _DEFAULT_MAX_TOKENS = 16
 _OBJECT = "text_completion"
@@ -190,7 +190,7 @@ class _CompletionChunks:
             logprobs = json_bytes(
                 completion_logprobs(delta.logprobs, self._options.logprobs, as_ids=self._options.tokens_as_ids)
             )
-        return self._frames.chunk(delta, b',"text":' + json_text(delta.text) + b',"logprobs":' + logprobs, extra)
+        return self._frames.chunk(delta, b',"text":' + json_bytes(delta.text) + b',"logprobs":' + logprobs, extra)
 
     def end(self) -> bytes:
         return self._frames.usage_chunk()

@@ -177,12 +177,15 @@ def warning_headers(ignored: list[str]) -> dict[str, str]:
     """Names the fields that were ignored, in a form that is safe in a header."""
     if not ignored:
         return {}
-    names = [
-        "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:_MAX_NAME_CHARS])
-        for name in ignored
-    ]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return {WARNINGS_HEADER: f"ignored fields: {', '.join(names[:_MAX_NAMED])}{more}"}
+    names = [_header_safe(name) for name in ignored[:_MAX_NAMED]]
+    more = f" and {len(ignored) - _MAX_NAMED} more" if len(ignored) > _MAX_NAMED else ""
+    return {WARNINGS_HEADER: f"ignored fields: {', '.join(names)}{more}"}
+
+
+def _header_safe(name: str) -> str:
+    return "".join(
+        char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name[:_MAX_NAME_CHARS]
+    )
 
 
 def show(value: object) -> str:
@@ -219,5 +222,5 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     elif kind in _EXPECTED:
         expected = _EXPECTED[kind]
     else:
-        return InvalidRequest(f"{param}: {first['msg']}.", param=param, code="invalid_type")
+        return InvalidRequest(f"{param} {first['msg']}.", param=param, code="invalid_type")
     return InvalidRequest(f"{param} must be {expected}, got {show(first['input'])}.", param=param, code="invalid_type")

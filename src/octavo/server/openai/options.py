@@ -10,7 +10,7 @@ from starlette.requests import Request
 from octavo.config import ServerConfig
 from octavo.engine.events import EngineInfo
 from octavo.errors import InvalidRequest, UnsupportedFeature
-from octavo.request import MAX_LOGIT_BIAS, SamplingParams
+from octavo.request import SamplingParams
 from octavo.server.middleware import REQUEST_ID
 from octavo.server.openai.schema import GenerationBody
 from octavo.server.service import Service
@@ -125,8 +125,6 @@ def _default_max_tokens(info: EngineInfo, default: int | None) -> int | None:
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"logit_bias has {len(given)} entries; the limit is {MAX_LOGIT_BIAS}.", param="logit_bias")
     for key in given:
         if not (key.isascii() and key.isdigit() and len(key) < 12 and str(int(key)) == key):
             raise InvalidRequest(

@@ -13,6 +13,9 @@ from octavo.server.openai.fields import show
 from octavo.server.openai.options import Options
 from octavo.server.service import Service
 
+# To find where it is cut, a text is encoded in full: what that may cost is bounded.
+_MAX_CUT_CHARS_PER_TOKEN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -71,6 +74,12 @@ async def encode_prompts(
 ) -> list[Prompt]:
     """Texts get their token ids; one that cannot fit the context is refused before it is encoded."""
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    most = _MAX_CUT_CHARS_PER_TOKEN * info.max_model_len
+    if is_cut and any(len(text) > most for text in texts):
+        raise InvalidRequest(
+            f"{param} has {max(map(len, texts))} characters; to be truncated it may have at most {most}. Cut it first.",
+            param=param,
+        )
     encoded = iter(
         await service.encode(
             texts, add_special_tokens=add_special_tokens, max_tokens=None if is_cut else info.max_model_len, param=param

@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from octavo.request import MAX_LOGIT_BIAS
 
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -34,6 +37,18 @@ _Content = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
 ]
+
+
+def _few(value: object) -> object:
+    """Refuse a large object before its entries are looked at one by one."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "too_many", "has {n} entries; the limit is {limit}", {"n": len(value), "limit": MAX_LOGIT_BIAS}
+        )
+    return value
+
+
+_Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
 
 class Strict(BaseModel):
@@ -64,7 +79,7 @@ class GenerationBody(Strict):
     stop_token_ids: _TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to bias, -100 to 100.")
+    logit_bias: _Biases | None = Field(None, description="Token id to bias, -100 to 100.")
     allowed_token_ids: _TokenIds | None = None
     bad_words: _Strings | None = None
     prompt_logprobs: int | None = Field(None, description="Alternatives for each prompt token.")
