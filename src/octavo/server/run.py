@@ -97,14 +97,18 @@ class HttpServer:
         host, port = listener.getsockname()[:2]
         scheme = "https" if self._config.ssl_certfile else "http"
         url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        serving = asyncio.create_task(self._uvicorn.serve([listener]))
         try:
-            serving = asyncio.create_task(self._uvicorn.serve([listener]))
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(0.005)
             if on_listening is not None and not serving.done():
                 on_listening(url)
             await serving
         finally:
+            tasks = [serving] if self._drain is None else [serving, self._drain]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()
         return EXIT_ABORTED if self._abort.is_set() else EXIT_DRAINED
 
