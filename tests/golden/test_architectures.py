@@ -1,0 +1,52 @@
+"""Every architecture against `transformers`, along every way to cut the work into steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.golden.architectures import ARCHITECTURES, NUM_GENERATED, GoldenModel, Maker
+from tests.golden.paged_runner import PagedRunner, Sequence_
+
+from octavo.backends.registry import create_ops
+
+
+def runner(model: GoldenModel, block_size: int, seed: int = 0) -> PagedRunner:
+    ops = create_ops("reference", dtype="float32", num_threads=1)
+    return PagedRunner(model.path, ops, max_model_len=model.max_model_len, block_size=block_size, seed=seed)
+
+
+def check(model: GoldenModel, prompt: list[int], sequence: Sequence_) -> None:
+    """Logits within 1e-4 of the oracle's, and the same greedy tokens."""
+    expected = model.logits(sequence.token_ids)[len(prompt) - 1 : -1]
+    assert expected.std() > 0.3, "logits so alike that nothing is tested"
+    np.testing.assert_allclose(np.stack(sequence.logits), expected, rtol=0, atol=1e-4)
+    assert expected.argmax(-1).tolist() == sequence.generated
+    assert len(sequence.generated) == NUM_GENERATED
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_whole_prompt(golden_model: Maker, name: str):
+    model = golden_model(name)
+    for prompt in (model.prompts[0], model.prompts[-1]):
+        (sequence,) = runner(model, 16).generate([prompt], NUM_GENERATED)
+        check(model, prompt, sequence)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("chunk", "block_size"), [(1, 1), (7, 32)])
+def test_prompt_in_chunks(golden_model: Maker, name: str, chunk: int, block_size: int):
+    model = golden_model(name)
+    prompt = model.prompts[-1]
+    (sequence,) = runner(model, block_size).generate([prompt], NUM_GENERATED, lambda left: min(left, chunk))
+    check(model, prompt, sequence)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_ragged_batches(golden_model: Maker, name: str, block_size: int):
+    model = golden_model(name)
+    rng = np.random.default_rng(block_size)
+    paged = runner(model, block_size, seed=1)
+    sequences = paged.generate(model.prompts, NUM_GENERATED, lambda left: int(rng.integers(0, min(left, 15) + 1)))
+    for prompt, sequence in zip(model.prompts, sequences, strict=True):
+        check(model, prompt, sequence)
