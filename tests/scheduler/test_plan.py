@@ -80,6 +80,11 @@ def test_the_threshold_bounds_one_request_not_the_step() -> None:
     assert h.batches[0].num_tokens == 12
 
 
+def test_a_negative_threshold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--long-prefill-token-threshold is -1"):
+        Harness(long_prefill_token_threshold=-1)
+
+
 def test_without_chunked_prefill_a_prompt_is_computed_whole() -> None:
     h = Harness(max_num_batched_tokens=40, max_model_len=40, enable_chunked_prefill=False)
     first, second, third = h.add(30, 3), h.add(15, 3), h.add(6, 3)

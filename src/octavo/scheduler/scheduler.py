@@ -70,6 +70,8 @@ class Scheduler:
         `max_model_len`, so that no step ever exceeds its budget."""
         budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
         assert budget is not None, "resolve() sets the budget"
+        if threshold < 0:
+            raise ConfigError(f"--long-prefill-token-threshold is {threshold}; it must be at least 0 (0: no limit).")
         if not config.enable_chunked_prefill:
             if budget < max_model_len:
                 raise ConfigError(
