@@ -87,8 +87,9 @@ class ProcessTransport:
 
     def send(self, message: ToEngine) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.ZMQError):  # a dead engine is reported by on_exit
-                zmq.Socket.send(self._socket, encode(message), zmq.NOBLOCK)
+            # Sent at once; the asyncio method also looks at what the socket has received meanwhile, which its
+            # edge-triggered descriptor would not tell again. A dead engine is reported by on_exit.
+            self._socket.send(encode(message), zmq.NOBLOCK).add_done_callback(_ignore_error)
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -128,6 +129,11 @@ class ProcessTransport:
         code = await asyncio.to_thread(process.wait)
         await asyncio.sleep(0.05)  # its last messages first
         on_exit(f"signal {-code}" if code < 0 else f"exit code {code}")
+
+
+def _ignore_error(sent: asyncio.Future[object]) -> None:
+    if not sent.cancelled():
+        sent.exception()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
