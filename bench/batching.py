@@ -1,6 +1,6 @@
 """What continuous batching buys: output tokens/s at concurrency 1 and 8, on one server, in the same minute.
 
-    python bench/batching.py [MODEL] [--rounds 3] [-- further options of octavo serve]
+python bench/batching.py [MODEL] [--rounds 3] [-- further options of octavo serve]
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ def main() -> None:
                 prompts = [words(args.prompt_tokens, (round_no, concurrency, i)) for i in range(num_requests)]
                 streams, seconds = asyncio.run(concurrently(url, prompts, args.max_tokens, concurrency))
                 found.append(sum(s.num_tokens for s in streams) / seconds)
-                print(f"round {round_no + 1}  concurrency {concurrency:2d}  {found[-1]:7.1f} output tokens/s", flush=True)
+                print(
+                    f"round {round_no + 1}  concurrency {concurrency:2d}  {found[-1]:7.1f} output tokens/s", flush=True
+                )
     one, many = (statistics.median(found) for found in rates.values())
-    print(f"median      concurrency  1  {one:7.1f}, concurrency {args.concurrency:2d} {many:7.1f}: {many / one:.2f} times")
+    print(
+        f"median      concurrency  1  {one:7.1f}, concurrency {args.concurrency:2d} {many:7.1f}: {many / one:.2f} times"
+    )
 
 
 if __name__ == "__main__":

@@ -81,14 +81,20 @@ def main() -> None:
         for _ in range(args.rounds):
             asyncio.run(load(url, args.clients, args.requests // args.rounds, seen))
             deadline = time.monotonic() + 5
-            while (now := gauges(url)) and any(now[k] for k in now if k.startswith("vllm:")) and time.monotonic() < deadline:
+            while (
+                (now := gauges(url))
+                and any(now[k] for k in now if k.startswith("vllm:"))
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
             memory_mib.append(now.get("octavo:process_resident_memory_bytes", 0) / 2**20)
             print(f"{seen}  gauges {now}", flush=True)
             trouble += [f"{name} is {now[name]} at rest" for name in now if name.startswith("vllm:") and now[name]]
     trouble += [f"{seen[name]} requests {name}" for name in ("cut", "refused", "errors") if seen[name]]
     growth = memory_mib[-1] - memory_mib[1] if len(memory_mib) > 2 else 0.0
-    print(f"resident memory after each round: {', '.join(f'{m:.0f}' for m in memory_mib)} MiB; growth since round 2: {growth:.0f} MiB")
+    print(
+        f"resident memory after each round: {', '.join(f'{m:.0f}' for m in memory_mib)} MiB; growth since round 2: {growth:.0f} MiB"
+    )
     if growth > 64:
         trouble.append(f"memory grew by {growth:.0f} MiB")
     if trouble:

@@ -439,6 +439,7 @@ def test_reasoning_is_found_under_every_name():
     [
         ({"raise_exception": 1}, "may not set 'raise_exception'"),
         ({"messages": []}, "may not set 'messages'"),
+        ({"bos_token": ""}, "may not set 'bos_token'"),
         ({"x": "y" * MAX_KWARGS_BYTES}, f"the limit is {MAX_KWARGS_BYTES}"),
         ({"x": object()}, "not plain JSON"),
     ],

@@ -275,17 +275,22 @@ def search(ids, stops, skip, min_tokens):
     return shown, None, len(ids)
 
 
-@given(
-    ids=st.lists(st.integers(0, LETTERS.vocab_size - 1), max_size=14),
-    stops=st.lists(st.text("abc<|>eot", min_size=1, max_size=7), min_size=1, max_size=4),
-    cuts=st.lists(st.integers(0, 14), max_size=6),
-    skip=st.booleans(),
-    min_tokens=st.integers(0, 5),
-    includes=st.booleans(),
-)
-@settings(max_examples=700, deadline=None)
-def test_stop_strings_end_a_text_as_a_search_by_character_does(ids, stops, cuts, skip, min_tokens, includes):
+def cut_from(data, text):
+    start = data.draw(st.integers(0, max(0, len(text) - 1)))
+    return text[start : start + data.draw(st.integers(1, 9))] or "x"
+
+
+@given(data=st.data())
+@settings(max_examples=1000, deadline=None)
+def test_stop_strings_end_a_text_as_a_search_by_character_does(data):
     # DET-04, DET-08
+    ids = data.draw(st.lists(st.one_of(st.integers(0, LETTERS.vocab_size - 1), st.just(ABAB)), max_size=14))
+    raw = LETTERS.decode(ids, skip_special_tokens=False)
+    stops = [cut_from(data, text) for text in (raw, LETTERS.decode(ids), raw[1:] + "b")]
+    stops = data.draw(st.lists(st.sampled_from(stops), min_size=1, max_size=3))
+    cuts = data.draw(st.lists(st.integers(0, 14), max_size=6))
+    skip, includes = data.draw(st.booleans()), data.draw(st.booleans())
+    min_tokens = data.draw(st.sampled_from([0, 0, 1, 4]))
     before, stop, count = search(ids, stops, skip, min_tokens)
     expected = before + stop if includes and stop else before
     sampling = SamplingParams(
@@ -306,11 +311,15 @@ def test_stop_strings_end_a_text_as_a_search_by_character_does(ids, stops, cuts,
     assert (text, found, num_tokens) == (expected, stop, count)
 
 
-@given(ids=st.lists(st.integers(0, 8), max_size=20), stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1))
+@given(
+    ids=st.lists(st.integers(0, 8), max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1),
+    min_tokens=st.sampled_from([0, 20]),
+)
 @settings(max_examples=150, deadline=None)
-def test_no_more_is_held_back_than_could_begin_a_stop_string(ids, stops):
+def test_no_more_is_held_back_than_could_begin_a_stop_string(ids, stops, min_tokens):
     # DET-04
-    detokenizer = IncrementalDetokenizer(LETTERS, SamplingParams(stop=tuple(stops)))
+    detokenizer = IncrementalDetokenizer(LETTERS, SamplingParams(stop=tuple(stops), min_tokens=min_tokens))
     text, written = "", ""
     for token_id in ids:
         delta = detokenizer.push((token_id,))

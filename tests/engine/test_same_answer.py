@@ -152,7 +152,9 @@ def test_an_aborted_neighbour_leaves_no_trace(model: Path) -> None:
     llm = LLM(str(model), **BASE)
     wanted = together(llm, prompts, params)
     for _ in range(3):
-        stopped = [SamplingParams(max_tokens=30, stop=["a", "e", "i", "o", "\ufffd"], min_tokens=1, seed=i) for i in range(24)]
+        stopped = [
+            SamplingParams(max_tokens=30, stop=["a", "e", "i", "o", "\ufffd"], min_tokens=1, seed=i) for i in range(24)
+        ]
         llm._core.reset_prefix_cache()
         found = together(llm, prompts + prompts, params + stopped)[: len(prompts)]
         assert [output.outputs for output in found] == [output.outputs for output in wanted]

@@ -197,7 +197,9 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_told(url: str, cli
 def _engine_pid(url: str) -> int:
     """The child of the process that listens at `url`."""
     port = int(url.rsplit(":", 1)[1])
-    listing = subprocess.run(["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    listing = subprocess.run(
+        ["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     server = next(line.split()[0] for line in listing if f"--port {port}" in line and "octavo.cli" in line)
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     return int(children[0])
@@ -293,17 +295,17 @@ def test_a_request_can_be_watched_and_ended(client: httpx.Client) -> None:
 
 
 def test_a_terminated_server_finishes_what_runs_and_leaves_no_process(serve: Serve, tmp_path: Path) -> None:
-    """SCH-07."""
-    with serve(save_tiny_llama(tmp_path / "tiny"), *FLAGS) as url:
-        engine = _engine_pid(url)
-        with httpx.Client(base_url=url, headers=HEADERS, timeout=60, trust_env=False) as client:
-            with ThreadPoolExecutor(8) as pool:
-                body = {"prompt": "drain", "max_tokens": 200, "ignore_eos": True}
-                running = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
-                while gauges(client)["vllm:num_requests_running"] < 8:
-                    time.sleep(0.01)
-                os.kill(int(Path(f"/proc/{engine}/stat").read_text().split()[3]), signal.SIGTERM)
-                answers = [future.result(60) for future in running]
-        assert [answer.status_code for answer in answers] == [200] * 8
-        assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
+    """SCH-07. Leaving `serve` sends SIGTERM and waits for exit code 0."""
+    body = {"prompt": "drain", "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        with serve(save_tiny_llama(tmp_path / "tiny"), *FLAGS) as url:
+            engine = _engine_pid(url)
+            client = httpx.Client(base_url=url, headers=HEADERS, timeout=60, trust_env=False)
+            running = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
+            while gauges(client)["vllm:num_requests_running"] < 8:
+                time.sleep(0.01)
+        answers = [future.result(60) for future in running]
+        client.close()
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
     assert not Path(f"/proc/{engine}").exists()

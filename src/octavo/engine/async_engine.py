@@ -72,7 +72,11 @@ class AsyncEngine:
     """An `EngineClient`."""
 
     def __init__(
-        self, config: Config, transport: Transport, load_tokenizer: Callable[[], Tokenizer], metrics: Metrics | None = None
+        self,
+        config: Config,
+        transport: Transport,
+        load_tokenizer: Callable[[], Tokenizer],
+        metrics: Metrics | None = None,
     ) -> None:
         self.metrics = metrics or Metrics(requests_kept=config.server.served_requests_kept)
         self._config = config
@@ -196,7 +200,9 @@ class AsyncEngine:
         if self.state != "ready":
             raise Unavailable(f"The server takes no requests now: {self._reason}.", retry_after_s=_RETRY_AFTER_S)
         if request.request_id in self._by_client_id:
-            raise InvalidRequest(f"request_id {request.request_id!r} belongs to a request that is still running.", param="request_id")
+            raise InvalidRequest(
+                f"request_id {request.request_id!r} belongs to a request that is still running.", param="request_id"
+            )
         n, limit = request.sampling.n, self._config.server.max_queued_requests
         if self._num_queued + n > limit:
             self.metrics.admission_rejected("queue_full")
@@ -312,7 +318,9 @@ class AsyncEngine:
             self._changed.set()
             return
         was_ready = self._info is not None
-        self._fail_all(Unavailable(f"The engine ended unexpectedly ({why}); this request is lost. Try again.", code="engine_dead"))
+        self._fail_all(
+            Unavailable(f"The engine ended unexpectedly ({why}); this request is lost. Try again.", code="engine_dead")
+        )
         if self._state == "draining":
             self._set_state("dead", f"the engine ended ({why})")
         elif not was_ready and self._num_restarts == 0:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from octavo.backends.registry import BACKENDS, backend_info, create_ops
 from octavo.config import Config, ModelFacts, cache_dir, dtype_bytes, resolve
@@ -16,6 +14,7 @@ from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cache_spec import KvCacheSpec, LayerKv, make_cache_spec
+from octavo.kv_cache.prefix_cache import model_identity
 from octavo.loader.checkpoint import Checkpoint, Ledger
 from octavo.loader.source import LocalModel, open_checkpoint, resolve_source
 from octavo.machine import detect_machine
@@ -139,10 +138,12 @@ def _facts(checkpoint: Checkpoint, spec: DecoderSpec, layers: list[LayerKv]) -> 
 
 def _cache_identity(checkpoint: Checkpoint, config: Config, spec: DecoderSpec) -> bytes:
     """Everything about the model that its KV depends on."""
-    digest = hashlib.sha256(b"octavo kv 1\0")
-    digest.update(checkpoint.fingerprint)
-    digest.update(repr((config.model.dtype, config.model.backend, config.model.max_model_len, spec.ropes)).encode())
-    return digest.digest()
+    model = config.model
+    return model_identity(
+        weights=checkpoint.fingerprint,
+        kv_dtype=f"{model.dtype} by {model.backend}",
+        rope=f"{spec.ropes!r} for {model.max_model_len} tokens",
+    )
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ A message that a template would drop in silence is refused, and so are roles tha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -36,7 +37,7 @@ MAX_SHAPES: Final = 1024  # of conversations, for which it is remembered what th
 KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _RESERVED: Final = frozenset(
     "messages tools documents add_generation_prompt continue_final_message raise_exception strftime_now"
-    " range dict namespace cycler joiner".split()
+    " range dict namespace cycler joiner bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
 )
 _REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 _SENTINEL: Final = "octavoProbe"
@@ -161,7 +162,7 @@ class _Compiled:
     def __init__(self, name: str, source: str, special_tokens: Mapping[str, str], timeout_s: float) -> None:
         self._environment = _Environment()
         self._timeout_s = timeout_s
-        self._dropped: dict[object, frozenset[int]] = {}
+        self._dropped: dict[bytes, frozenset[int]] = {}
         try:
             tree = self._environment.parse(source)
             if banned := next(tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)), None):
@@ -202,24 +203,24 @@ class _Compiled:
         Templates change texts (trim them, cut out reasoning, quote them), so words of our own are looked for. Beside
         tool calls many templates leave out the text; there the name of the function is looked for.
         """
-        shape = (
-            bool(variables["tools"]),
-            *((message["role"], bool(_text_of(message)), bool(message.get("tool_calls"))) for message in conversation),
-        )
-        if (known := self._dropped.get(shape)) is not None:
+        shape: list[object] = [bool(variables["tools"])]
+        words: dict[int, str] = {}
+        for index, message in enumerate(conversation):
+            says, calls = bool(_text_of(message).strip()), bool(message.get("tool_calls"))
+            shape.append((message["role"], says, calls))
+            if says or calls:
+                words[index] = f"{_SENTINEL}{index}End"
+        key = hashlib.sha256(repr(shape).encode()).digest()
+        if (known := self._dropped.get(key)) is not None:
             return known
-        words = {
-            index: f"{_SENTINEL}{index}End"
-            for index, message in enumerate(conversation)
-            if _text_of(message).strip() or message.get("tool_calls")
-        }
         marked = [_with_word(message, words.get(index)) for index, message in enumerate(conversation)]
         text = self.probe(marked, **{name: variables[name] for name in ("tools", "documents")})
-        dropped = frozenset(index for index, word in words.items() if word not in text) if text else frozenset()
+        if not text:
+            return frozenset()  # it refuses our words, so they tell nothing
         if len(self._dropped) >= MAX_SHAPES:
             self._dropped.clear()
-        self._dropped[shape] = dropped
-        return dropped
+        self._dropped[key] = frozenset(index for index, word in words.items() if word not in text)
+        return self._dropped[key]
 
     def with_content_format(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")

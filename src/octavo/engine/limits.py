@@ -9,7 +9,9 @@ from octavo.errors import ContextLengthExceeded, InvalidRequest
 from octavo.request import SamplingParams
 
 
-def check_limits(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: EngineInfo, *, param: str = "prompt") -> None:
+def check_limits(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, info: EngineInfo, *, param: str = "prompt"
+) -> None:
     """Raise InvalidRequest when `info`'s model cannot serve this prompt with these parameters.
 
     `param` is the field that the prompt came in.
@@ -32,7 +34,8 @@ def check_limits(prompt_token_ids: Sequence[int], sampling: SamplingParams, info
         )
     if sampling.min_tokens > limit - num_prompt_tokens:
         raise ContextLengthExceeded(
-            f"min_tokens is {sampling.min_tokens}, but {param} leaves room for {limit - num_prompt_tokens}.", param="min_tokens"
+            f"min_tokens is {sampling.min_tokens}, but {param} leaves room for {limit - num_prompt_tokens}.",
+            param="min_tokens",
         )
     worst = max(prompt_token_ids)
     if min(prompt_token_ids) < 0 or worst >= info.vocab_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ from tqdm import tqdm
 from octavo.config import Config, make_config
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.build import build_engine, load_model_tokenizer
-from octavo.engine.events import ChoiceDelta, EngineInfo, GenerationRequest, TokenDetail
+from octavo.engine.events import ChoiceDelta, GenerationRequest, TokenDetail
 from octavo.engine.limits import check_limits
-from octavo.engine.messages import AbortRequests, AddRequest
+from octavo.engine.messages import AddRequest
 from octavo.engine.output import ChoiceOutput
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.transport import ThreadTransport
@@ -102,9 +102,7 @@ class LLM:
         params = self._params(sampling_params, len(many))
         if priority is not None and len(priority) != len(many):
             raise InvalidRequest(f"{len(many)} prompts came with {len(priority)} priorities.", param="priority")
-        requests = [
-            self._request(prompt, params[i], priority[i] if priority else 0) for i, prompt in enumerate(many)
-        ]
+        requests = [self._request(prompt, params[i], priority[i] if priority else 0) for i, prompt in enumerate(many)]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -142,7 +140,9 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * count
         if len(given) != count:
-            raise InvalidRequest(f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params")
+            raise InvalidRequest(
+                f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params"
+            )
         return list(given)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> GenerationRequest:
@@ -196,7 +196,13 @@ class LLM:
             bad_words = self.tokenizer.bad_words_token_ids(sampling.bad_words) if sampling.bad_words else ()
             self._core.add(
                 AddRequest(
-                    first_id, request.prompt_token_ids, sampling, request.arrival_s, request.priority, request.cache_salt, bad_words
+                    first_id,
+                    request.prompt_token_ids,
+                    sampling,
+                    request.arrival_s,
+                    request.priority,
+                    request.cache_salt,
+                    bad_words,
                 )
             )
         try:

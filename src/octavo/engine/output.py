@@ -17,7 +17,9 @@ from octavo.request import FinishReason, SamplingParams
 class ChoiceOutput:
     """One choice of one request, from its first update to its end."""
 
-    def __init__(self, choice: int, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, choice: int, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> None:
         self.choice = choice
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
@@ -80,14 +82,18 @@ class ChoiceOutput:
         """End the choice here, with what was held back."""
         piece = self._detokenizer.push((), finished=True)
         self.finish_reason = FinishReason.ABORT.value
-        return ChoiceDelta(self.choice, piece.text, finish_reason=self.finish_reason, num_output_tokens=self._num_output_tokens)
+        return ChoiceDelta(
+            self.choice, piece.text, finish_reason=self.finish_reason, num_output_tokens=self._num_output_tokens
+        )
 
     def _prompt_details(self) -> tuple[TokenDetail, ...]:
         """One entry per prompt token: the first has no logprob, as nothing stands before it."""
         tokenizer, token_ids = self._tokenizer, self._prompt_token_ids
         decoder = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False), ())
         offsets = decoder.push(token_ids, finished=True).text_offsets
-        first = TokenDetail(token_ids[0], tokenizer.token_text(token_ids[0]), tokenizer.token_bytes(token_ids[0]), None, 0, 0)
+        first = TokenDetail(
+            token_ids[0], tokenizer.token_text(token_ids[0]), tokenizer.token_bytes(token_ids[0]), None, 0, 0
+        )
         rest = zip(self._prompt_logprobs, offsets[1:], strict=True)
         return (first, *(self._detail(logprobs, offset) for logprobs, offset in rest))
 

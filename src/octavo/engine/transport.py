@@ -75,7 +75,9 @@ class ProcessTransport:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
-        self._process = subprocess.Popen([sys.executable, "-m", "octavo.engine.process", address], stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.engine.process", address], stdin=subprocess.PIPE
+        )
         assert self._process.stdin is not None
         data = msgspec.msgpack.encode(config)
         self._process.stdin.write(len(data).to_bytes(8, "little") + data)
@@ -165,7 +167,9 @@ class ThreadTransport:
 
         channel = QueueChannel(lambda message: call(on_message, message))
         self._channel = channel
-        self._thread = threading.Thread(target=_run_engine, args=(config, channel, lambda why: call(on_exit, why)), daemon=True)
+        self._thread = threading.Thread(
+            target=_run_engine, args=(config, channel, lambda why: call(on_exit, why)), daemon=True
+        )
         self._thread.start()
 
     def send(self, message: ToEngine) -> None:

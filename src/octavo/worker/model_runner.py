@@ -40,14 +40,31 @@ class ModelRunner:
             self._cache.copy_blocks(batch.block_copies)
         if not batch.requests:
             return StepOutput(batch.step_id)
-        forward = build_forward_batch(batch.requests, table)
-        hidden = self._decoder.forward(forward, self._cache)
         output = StepOutput(batch.step_id)
-        self._sample(batch.requests, forward, hidden, output)
-        self._score_prompts(batch.requests, forward, hidden, output)
+        try:
+            forward = build_forward_batch(batch.requests, table)
+            hidden = self._decoder.forward(forward, self._cache)
+            self._sample(batch.requests, forward, hidden, output)
+            self._score_prompts(batch.requests, forward, hidden, output)
+        finally:
+            self._fill_rows(batch.requests)
         return output
 
-    def _sample(self, requests: Sequence[ScheduledRequest], forward: ForwardBatch, hidden: Tensor, output: StepOutput) -> None:
+    def _fill_rows(self, requests: Sequence[ScheduledRequest]) -> None:
+        """Give the rows that failed to sample a token all the same.
+
+        A batch that was planned ahead counts on it; what it computes from it is thrown away.
+        """
+        for request in requests:
+            if request.samples:
+                for request_id in (request.request_id, *request.fork_ids):
+                    row = self._table[request_id]
+                    if row.num_tokens == request.start + request.num_tokens:
+                        row.append(0)
+
+    def _sample(
+        self, requests: Sequence[ScheduledRequest], forward: ForwardBatch, hidden: Tensor, output: StepOutput
+    ) -> None:
         """Sample one token for every request that reaches its end, and for each of its forks."""
         ids: list[int] = []
         sources: list[int] = []  # forks sample from their leader's logits
@@ -82,7 +99,9 @@ class ModelRunner:
                 continue
             first_row = int(forward.query_starts[i])
             try:
-                output.prompt_logprobs[request.request_id] = self._score(hidden, row, request.start, end, first_row, count)
+                output.prompt_logprobs[request.request_id] = self._score(
+                    hidden, row, request.start, end, first_row, count
+                )
             except RequestFailed as error:
                 output.failed[request.request_id] = error.message
 
