@@ -47,7 +47,8 @@ def main() -> None:
                 usual.append(statistics.median(running.gaps_s) * 1e3)
                 ttft.append(long.ttft_s * 1e3)
         print(
-            f"{name:14s} {statistics.median(worst):12.0f}   {statistics.median(usual):13.1f}   {statistics.median(ttft):26.0f}",
+            f"{name:14s} {statistics.median(worst):12.0f}   {statistics.median(usual):13.1f}   "
+            f"{statistics.median(ttft):26.0f}",
             flush=True,
         )
 

@@ -93,7 +93,8 @@ def main() -> None:
     trouble += [f"{seen[name]} requests {name}" for name in ("cut", "refused", "errors") if seen[name]]
     growth = memory_mib[-1] - memory_mib[1] if len(memory_mib) > 2 else 0.0
     print(
-        f"resident memory after each round: {', '.join(f'{m:.0f}' for m in memory_mib)} MiB; growth since round 2: {growth:.0f} MiB"
+    each = ", ".join(f"{size:.0f}" for size in memory_mib)
+    print(f"resident memory after each round: {each} MiB; growth since round 2: {growth:.0f} MiB")
     )
     if growth > 64:
         trouble.append(f"memory grew by {growth:.0f} MiB")

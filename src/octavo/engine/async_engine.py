@@ -207,8 +207,8 @@ class AsyncEngine:
         if self._num_queued + n > limit:
             self.metrics.admission_rejected("queue_full")
             raise Unavailable(
-                f"{self._num_queued} requests wait already; this one adds {n} and the limit is {limit} (--max-queued-requests). "
-                "Try again later.",
+                f"{self._num_queued} requests wait already; this one adds {n} and the limit is {limit} "
+                "(--max-queued-requests). Try again later.",
                 code="queue_full",
                 retry_after_s=_RETRY_AFTER_S,
             )

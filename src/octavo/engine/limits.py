@@ -22,14 +22,15 @@ def check_limits(
     scores_only = sampling.max_tokens == 0
     if num_prompt_tokens > limit or (num_prompt_tokens == limit and not scores_only):
         raise ContextLengthExceeded(
-            f"{param} has {num_prompt_tokens} tokens and the context is {limit}: no room is left for an answer. Shorten it.",
+            f"{param} has {num_prompt_tokens} tokens and the context is {limit}: no room is left for an answer. "
+            "Shorten it.",
             param=param,
         )
     if sampling.max_tokens is not None and num_prompt_tokens + sampling.max_tokens > limit:
         raise ContextLengthExceeded(
             f"{param} has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
-            f"{num_prompt_tokens + sampling.max_tokens}; the context is {limit}. Shorten the prompt, or lower max_tokens "
-            f"to {limit - num_prompt_tokens} or leave it out.",
+            f"{num_prompt_tokens + sampling.max_tokens}; the context is {limit}. Shorten the prompt, or lower "
+            f"max_tokens to {limit - num_prompt_tokens} or leave it out.",
             param="max_tokens",
         )
     if sampling.min_tokens > limit - num_prompt_tokens:

@@ -165,12 +165,14 @@ class LLM:
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
                 raise InvalidRequest(
-                    f"a prompt given as a mapping has 'prompt' or 'prompt_token_ids', and 'cache_salt'; got {sorted(prompt)}.",
+                    "a prompt given as a mapping has 'prompt' or 'prompt_token_ids', and 'cache_salt'; "
+                    f"got {sorted(prompt)}.",
                     param="prompt",
                 )
-            text = prompt.get("prompt")
-            token_ids = prompt.get("prompt_token_ids")
-            return text, self.tokenizer.encode(text) if token_ids is None else token_ids, prompt.get("cache_salt", "")
+            text, cache_salt = prompt.get("prompt"), prompt.get("cache_salt", "")
+            if "prompt_token_ids" in prompt:
+                return text, prompt["prompt_token_ids"], cache_salt
+            return text, self.tokenizer.encode(prompt["prompt"]), cache_salt
         return None, prompt, ""
 
     def _run(self, requests: Sequence[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:

@@ -91,7 +91,8 @@ class ProcessTransport:
         if self._socket is not None:
             # Sent at once; the asyncio method also looks at what the socket has received meanwhile, which its
             # edge-triggered descriptor would not tell again. A dead engine is reported by on_exit.
-            self._socket.send(encode(message), zmq.NOBLOCK).add_done_callback(_ignore_error)
+            sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
+            sent.add_done_callback(_ignore_error)
 
     async def stop(self) -> None:
         process, self._process = self._process, None
