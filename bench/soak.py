@@ -92,10 +92,8 @@ def main() -> None:
             trouble += [f"{name} is {now[name]} at rest" for name in now if name.startswith("vllm:") and now[name]]
     trouble += [f"{seen[name]} requests {name}" for name in ("cut", "refused", "errors") if seen[name]]
     growth = memory_mib[-1] - memory_mib[1] if len(memory_mib) > 2 else 0.0
-    print(
     each = ", ".join(f"{size:.0f}" for size in memory_mib)
     print(f"resident memory after each round: {each} MiB; growth since round 2: {growth:.0f} MiB")
-    )
     if growth > 64:
         trouble.append(f"memory grew by {growth:.0f} MiB")
     if trouble:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -134,7 +134,7 @@ class ProcessTransport:
         on_exit(f"signal {-code}" if code < 0 else f"exit code {code}")
 
 
-def _ignore_error(sent: asyncio.Future[object]) -> None:
+def _ignore_error(sent: asyncio.Future[Any]) -> None:
     if not sent.cancelled():
         sent.exception()
 
