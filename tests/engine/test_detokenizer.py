@@ -319,7 +319,9 @@ def test_stop_strings_end_a_text_as_a_search_by_character_does(data):
 @settings(max_examples=150, deadline=None)
 def test_no_more_is_held_back_than_could_begin_a_stop_string(ids, stops, min_tokens):
     # DET-04
-    detokenizer = IncrementalDetokenizer(LETTERS, SamplingParams(stop=tuple(stops), min_tokens=min_tokens))
+    detokenizer = IncrementalDetokenizer(
+        LETTERS, SamplingParams(stop=tuple(stops), min_tokens=min_tokens, max_tokens=None)
+    )
     text, written = "", ""
     for token_id in ids:
         delta = detokenizer.push((token_id,))

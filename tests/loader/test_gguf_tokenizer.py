@@ -130,6 +130,12 @@ def test_byte_level_ids_equal_a_naive_bpe(byte_level):
     assert differences(tokenizer, NaiveBpe(byte_level, GPT2), mixed_lines(500)) == []
 
 
+def test_a_merge_listed_twice_has_its_first_rank(byte_level):
+    merges = byte_level["tokenizer.ggml.merges"]
+    twice = build_tokenizer(byte_level | {"tokenizer.ggml.merges": [*merges, *merges[:200]]}).tokenizer
+    assert differences(twice, NaiveBpe(byte_level, GPT2), LINES) == []
+
+
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
 def test_every_pre_tokenizer_gives_a_tokenizer_that_loses_nothing(byte_level, name):
     scheme = PRE_TOKENIZERS[name]
