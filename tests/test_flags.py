@@ -40,7 +40,7 @@ FLAGS = {
         *ENGINE,
         *"--max-body-bytes --max-prompts --max-n --max-logprobs --logprobs-mode --strict-api --no-strict-api".split(),
     ],
-    "pull": [*HELP, "--quiet"],
+    "pull": [*HELP, "--revision", "--quiet"],
     "info": [*HELP, "--json"],
 }
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": ("[MODEL] [options]", "Serve a model over HTTP, with the API of OpenAI."),
     "chat": ("[MODEL] [options]", "Talk to a model in the terminal, here or on a running server."),
     "run-batch": ("[MODEL] -i INPUT -o OUTPUT [options]", "Answer a file of requests in OpenAI's batch format."),
-    "pull": ("[NAME ...] [options]", "Fetch models of the catalogue, or list it."),
+    "pull": ("[NAME ...] [options]", "Fetch models by name, or list the catalogue."),
     "info": ("[options]", "Show the version, the processor, memory, backends and models of this machine."),
 }
 

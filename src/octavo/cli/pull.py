@@ -1,4 +1,4 @@
-"""`octavo pull`: fetches models of the catalogue; without a name it lists them."""
+"""`octavo pull`: fetches models that `octavo serve` can then load; without a name it lists the catalogue."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from tqdm import tqdm
 from octavo.cli.flags import Parser
 from octavo.config import cache_dir
 from octavo.loader.catalogue import CATALOGUE, pulled_models
-from octavo.loader.pull import pull
+from octavo.loader.source import resolve_source
 
 
 def add_flags(parser: Parser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models of the catalogue; none: list it")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="catalogue names or Hugging Face ids; none: list the catalogue"
+    )
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a Hugging Face model")
     parser.add_argument("--quiet", action="store_true", help="no progress bar; print paths and licence terms alone")
 
 
@@ -26,9 +29,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in args.names:
         with _Bars(name, is_hidden=args.quiet or not sys.stderr.isatty()) as bars:
-            path = pull(name, cache=cache_dir(), progress=bars.show, notice=lambda text: print(text, file=sys.stderr))
-        print(path)
+            model = resolve_source(
+                name, cache=cache_dir(), revision=args.revision, fetch=True, progress=bars.show, notice=_notice
+            )
+        print(model.path)
     return 0
+
+
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _catalogue() -> str:
