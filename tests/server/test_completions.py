@@ -166,6 +166,22 @@ def test_a_stream_adds_up_to_the_answer(
             assert choice["text"].startswith(("café 日本", PROMPT)[choice["index"] // n])
 
 
+def test_the_logprobs_of_long_prompts_are_streamed_in_full(client: httpx.Client) -> None:
+    body = {"prompt": [40 + i % 50 for i in range(490)], "echo": True, "logprobs": 1, "max_tokens": 3, "n": 2}
+    answer = complete(client, **body)
+    folded = fold(stream(client, PATH, {**body, "ignore_eos": True}))
+    assert [folded[i] for i in range(2)] == answer["choices"]
+    assert len(folded[1]["logprobs"]["tokens"]) == 493
+
+
+def test_the_number_of_prompt_logprobs_is_bounded(client: httpx.Client) -> None:
+    """SEC-02"""
+    many = {"prompt": [[40] * 500] * 2, "n": 100, "max_tokens": 1}
+    for asked, param in (({"echo": True, "logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")):
+        error = refused(client, **many, **asked)
+        assert error["param"] == param and "2100000" in error["message"]
+
+
 def test_logprobs_zero_is_a_value(client: httpx.Client) -> None:
     """API-07"""
     logprobs = complete(client, logprobs=0)["choices"][0]["logprobs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.server.harness import FakeEngine, configured, running, wait_until
 from tests.server.serve_fake import serving
 
 from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import Unavailable
+from octavo.server import service
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
@@ -135,3 +138,18 @@ def test_requests_are_refused_while_the_engine_is_not_ready(tokenizer: Tokenizer
         it.engine.state = "ready"
         assert client.post(PATH, json=BODY).status_code == 200
         assert client.get("/ready").json() == {"ready": True}
+
+
+async def test_work_that_does_not_end_fails_its_request_only(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_THREAD_TIMEOUT_S", 0.05)
+    config, release = configured(), threading.Event()
+    it = service.Service(FakeEngine(tokenizer, config), config)
+    try:
+        for _ in range(3):  # more than there are places
+            with pytest.raises(Unavailable, match="more than 0.05 seconds"):
+                await it.compute(lambda: release.wait(10), is_large=True)
+        assert await it.compute(lambda: 7, is_large=False) == 7
+    finally:
+        release.set()

@@ -158,10 +158,12 @@ def test_logs_hold_neither_keys_nor_text(
                 for body in ({"prompt": "CANARY"}, {"prompt": "CANARY", "temperature": "CANARY"}, {"CANARY": 1}):
                     client.post("/v1/completions?key=CANARY", json=body)
                 client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "CANARY"}]})
+            ask_raw(guarded.url, "/v1/%0aINFO%20forged")
         ours = [record for record in caplog.records if not record.name.startswith("http")]
     text = "\n".join(record.getMessage() for record in ours)
     assert "POST /v1/completions 200" in text and "POST /v1/completions 401" in text
     assert "secret-key" not in text and "CANARY" not in text
+    assert "GET /v1/%0aINFO%20forged 401" in text
 
 
 def test_browsers_may_call_only_from_allowed_origins(tokenizer: Tokenizer, server: Running) -> None:

@@ -18,6 +18,7 @@ from tests.server.reading import parse_stream, stream
 
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest, Unavailable
+from octavo.server import sse
 from octavo.server.wire import json_bytes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -35,9 +36,13 @@ def failing(tokenizer: Tokenizer, **engine: Any) -> Iterator[tuple[Running, http
 
 
 def send_raw(url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """Send a request on a socket that buffers little, and read nothing."""
     host, port = url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
@@ -202,6 +207,29 @@ def test_an_aborted_request_ends_with_what_it_has(tokenizer: Tokenizer) -> None:
         assert answer["choices"][0]["finish_reason"] == "abort"
         assert client.post("/v1/requests/job-1/abort").status_code == 404
         assert client.get("/v1/requests/job-1").status_code == 404
+
+
+def test_a_client_that_does_not_read_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits to be read is bounded."""
+    monkeypatch.setattr(sse, "_MAX_PENDING_BYTES", 1_000_000)
+    config = configured()
+    with running(config, lambda: FakeEngine(tokenizer, config, max_model_len=1_000_000)) as it:
+        body = {"prompt": "Hi", "max_tokens": 900_000, "ignore_eos": True, "stream": True, "logprobs": 5}
+        connection = send_raw(it.url, COMPLETIONS, body)
+        assert wait_until(lambda: it.engine.num_aborted == 1, 30)
+        connection.close()
+
+
+def test_a_client_that_goes_while_it_sends_is_no_error(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "octavo"):
+        host, port = server.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+        connection.sendall(head.encode() + b"{")
+        time.sleep(0.1)
+        connection.close()
+        assert wait_until(lambda: f"POST {COMPLETIONS} 499" in caplog.text)
+    assert "ERROR" not in caplog.text
 
 
 def test_a_slow_reader_delays_nobody(tokenizer: Tokenizer) -> None:

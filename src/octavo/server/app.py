@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
 
-from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
-import octavo
 from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import ConfigError, NotFound, RequestError
 from octavo.server import admin
+from octavo.server.describe import docs_page, openapi_document
 from octavo.server.failure import MethodNotAllowed, error_response
 from octavo.server.middleware import ApiKeyGuard, RequestContext
 from octavo.server.openai.chat import create_chat_completion
@@ -26,69 +28,84 @@ from octavo.server.openai.models import get_model, list_models
 from octavo.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.openai.tokenize import detokenize, tokenize
 from octavo.server.service import Service
+from octavo.server.wire import JsonResponse
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    method: str
+    path: str
+    endpoint: Endpoint
+    body: type[BaseModel] | None = None
+
+    def bound_to(self, service: Service) -> Route:
+        async def handle(request: Request) -> Response:
+            return await self.endpoint(request, service)
+
+        return Route(self.path, handle, methods=[self.method])
 
 
-def create_app(client: EngineClient, config: Config) -> FastAPI:
-    """The application; `app.state.service` is its Service. It starts and stops nothing: see `run.serve`."""
+async def openapi(request: Request, service: Service) -> Response:
+    """This API for programs, as an OpenAPI document."""
+    return JsonResponse(openapi_document(ROUTES))
+
+
+async def docs(request: Request, service: Service) -> Response:
+    """This API for people."""
+    return HTMLResponse(docs_page(openapi_document(ROUTES)))
+
+
+ROUTES = (
+    ApiRoute("POST", "/v1/completions", create_completion, CompletionBody),
+    ApiRoute("POST", "/v1/chat/completions", create_chat_completion, ChatBody),
+    ApiRoute("GET", "/v1/models", list_models),
+    ApiRoute("GET", "/v1/models/{model_id:path}", get_model),
+    ApiRoute("POST", "/tokenize", tokenize, TokenizeBody),
+    ApiRoute("POST", "/detokenize", detokenize, DetokenizeBody),
+    ApiRoute("GET", "/v1/requests/{request_id}", admin.request_timeline),
+    ApiRoute("POST", "/v1/requests/{request_id}/abort", admin.abort_request),
+    ApiRoute("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+    ApiRoute("GET", "/health", admin.health),
+    ApiRoute("GET", "/ready", admin.ready),
+    ApiRoute("GET", "/ping", admin.ping),
+    ApiRoute("GET", "/version", admin.version),
+    ApiRoute("GET", "/metrics", admin.metrics),
+    ApiRoute("GET", "/load", admin.load),
+    ApiRoute("GET", "/openapi.json", openapi),
+    ApiRoute("GET", "/docs", docs),
+)
+
+
+def create_app(client: EngineClient, config: Config) -> Starlette:
+    """The application; `app.state.service` is its Service. It starts and stops nothing: see `run.serve`.
+
+    Plain Starlette: FastAPI's own parsing would not be used, and its import takes longer than all of ours.
+    """
     if not all(config.server.api_key):
         raise ConfigError("an API key is empty: anybody could send it. Set --api-key to a secret, or leave it out.")
-    app = FastAPI(
-        title="Octavo",
-        version=octavo.__version__,
-        redirect_slashes=False,
-        redoc_url=None,
-        # Nothing is reported to anybody, whatever the environment says.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )
-    service = app.state.service = Service(client, config)
-
-    def route(method: str, path: str, endpoint: Endpoint, body: type[BaseModel] | None = None) -> None:
-        async def handle(request: Request) -> Response:
-            return await endpoint(request, service)
-
-        handle.__name__, handle.__doc__ = endpoint.__name__, endpoint.__doc__
-        app.add_api_route(
-            path,
-            handle,
-            methods=[method],
-            response_class=Response,
-            openapi_extra=_body_reference(body) if body else None,
-        )
-
-    route("POST", "/v1/completions", create_completion, CompletionBody)
-    route("POST", "/v1/chat/completions", create_chat_completion, ChatBody)
-    route("GET", "/v1/models", list_models)
-    route("GET", "/v1/models/{model_id:path}", get_model)
-    route("POST", "/tokenize", tokenize, TokenizeBody)
-    route("POST", "/detokenize", detokenize, DetokenizeBody)
-    route("GET", "/v1/requests/{request_id}", admin.request_timeline)
-    route("POST", "/v1/requests/{request_id}/abort", admin.abort_request)
-    route("POST", "/reset_prefix_cache", admin.reset_prefix_cache)
-    route("GET", "/health", admin.health)
-    route("GET", "/ready", admin.ready)
-    route("GET", "/ping", admin.ping)
-    route("GET", "/version", admin.version)
-    route("GET", "/metrics", admin.metrics)
-    route("GET", "/load", admin.load)
-
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    if config.server.api_key:
-        app.add_middleware(ApiKeyGuard, keys=config.server.api_key)
+    service = Service(client, config)
+    middleware = [Middleware(RequestContext)]
     if config.server.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.server.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", WARNINGS_HEADER],
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.server.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After", WARNINGS_HEADER],
+            )
         )
-    app.add_middleware(RequestContext)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    if config.server.api_key:
+        middleware.append(Middleware(ApiKeyGuard, keys=config.server.api_key))
+    app = Starlette(
+        routes=[route.bound_to(service) for route in ROUTES],
+        middleware=middleware,
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_exception},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
     return app
 
 
@@ -105,21 +122,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return error_response(NotFound(f"There is no route {request.method} {request.url.path[:200]}."))
-
-
-def _body_reference(body: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The bodies are parsed by our own code, so FastAPI does not know their schemas: they are added here."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for body in _BODIES:
-            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}))
-            schemas[body.__name__] = schema
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -20,7 +20,8 @@ _decode = msgspec.json.Decoder().decode
 async def read_json_object(request: Request, config: ServerConfig) -> dict[str, Any]:
     """The body of `request`, which must be one JSON object. Of repeated keys the last counts.
 
-    Raises InvalidRequest, PayloadTooLarge or RequestTimeout; never holds more than --max-body-bytes.
+    Its size is left in `request.state.body_bytes`. Never holds more than --max-body-bytes. Raises InvalidRequest,
+    PayloadTooLarge or RequestTimeout.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -31,6 +32,7 @@ async def read_json_object(request: Request, config: ServerConfig) -> dict[str, 
             f"Content-Encoding {encoding!r} is not accepted; send the body as it is.", code="invalid_encoding"
         )
     raw = await _read(request, config)
+    request.state.body_bytes = len(raw)
     try:
         value = _decode(raw)
     except RecursionError:

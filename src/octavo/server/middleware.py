@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import AuthenticationFailed
@@ -23,7 +24,11 @@ logger = logging.getLogger("octavo.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 
+CLIENT_GONE_STATUS = 499  # for the log: nobody reads this answer
+
 _OPEN_PATHS = (b"/health",)
+_MAX_LOGGED_PATH = 200
+_POLLED_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})
 
 
 class RequestContext:
@@ -56,13 +61,19 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, tagged_send)
+        except ClientDisconnect:
+            status = CLIENT_GONE_STATUS
         except Exception as error:
-            if status:
-                raise  # too late for an answer: the connection is cut
-            await error_response(internal_error(error))(scope, receive, tagged_send)
+            failure = internal_error(error)
+            if not status:
+                await error_response(failure)(scope, receive, tagged_send)
+            # Else it is too late for an answer: the server cuts the connection of a response without an end.
         finally:
-            duration_s = time.monotonic() - arrival_s
-            logger.info("%s %s %d %.1f ms %s", scope["method"], scope["path"], status, 1000 * duration_s, request_id)
+            # As it was sent: percent-encoded, so that it cannot break the line.
+            path = scope.get("raw_path", b"")[:_MAX_LOGGED_PATH].decode("latin-1")
+            duration_ms = 1000 * (time.monotonic() - arrival_s)
+            level = logging.DEBUG if path in _POLLED_PATHS else logging.INFO
+            logger.log(level, "%s %s %d %.1f ms %s", scope["method"], path, status, duration_ms, request_id)
 
 
 class ApiKeyGuard:

@@ -19,8 +19,10 @@ from octavo.server.body import read_json_object
 
 T = TypeVar("T")
 
-_INLINE_CHARS = 8192  # text up to this size is tokenized faster than a thread is woken
-_TOKENIZING_THREADS = 2
+INLINE_CHARS = 8192  # text up to this size is tokenized faster than a thread is woken
+
+_THREADS = 2
+_THREAD_TIMEOUT_S = 60.0
 _RETRY_AFTER_START_S = 5.0
 _RETRY_AFTER_DRAIN_S = 10.0
 _RETRY_AFTER_FULL_S = 1.0
@@ -35,7 +37,7 @@ class Service:
         self.is_draining = False
         self._live: dict[object, Callable[[RequestError], None]] = {}
         self._idle = asyncio.Event()
-        self._tokenizing = asyncio.Semaphore(_TOKENIZING_THREADS)
+        self._threads = asyncio.Semaphore(_THREADS)
         self._fingerprint: tuple[EngineInfo, str] | None = None
 
     # -- admission ---------------------------------------------------------------------------------------
@@ -84,13 +86,19 @@ class Service:
                 retry_after_s=_RETRY_AFTER_FULL_S,
             )
 
-    # -- text --------------------------------------------------------------------------------------------
-    async def off_loop(self, size_chars: int, work: Callable[[], T]) -> T:
-        """Run text work of a known size: small inline, large in a thread, so that one client delays no other."""
-        if size_chars <= _INLINE_CHARS:
+    # -- hard work --------------------------------------------------------------------------------------------
+    async def compute(self, work: Callable[[], T], *, is_large: bool) -> T:
+        """The result of `work`, done here if it is small, else in a thread, so that one client delays no other.
+
+        Raises Unavailable when it takes too long; a thread cannot be stopped, so it is left behind.
+        """
+        if not is_large:
             return work()
-        async with self._tokenizing:
-            return await asyncio.to_thread(work)
+        try:
+            async with asyncio.timeout(_THREAD_TIMEOUT_S), self._threads:
+                return await asyncio.to_thread(work)
+        except TimeoutError:
+            raise Unavailable(f"Reading the request took more than {_THREAD_TIMEOUT_S:g} seconds.") from None
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None, param: str
@@ -102,7 +110,7 @@ class Service:
             return [tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens) for text in texts]
 
         try:
-            return await self.off_loop(sum(map(len, texts)), work)
+            return await self.compute(work, is_large=sum(map(len, texts)) > INLINE_CHARS)
         except InvalidRequest as error:
             error.param = error.param or param
             raise

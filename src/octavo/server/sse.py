@@ -17,12 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.events import ChoiceDelta
-from octavo.errors import RequestError
+from octavo.errors import RequestError, Unavailable
 from octavo.server.failure import error_event, internal_error
+from octavo.server.middleware import CLIENT_GONE_STATUS
 from octavo.server.service import Service
 from octavo.server.wire import DONE_EVENT, KEEP_ALIVE_COMMENT
 
-CLIENT_GONE_STATUS = 499  # for the log: nobody reads this answer
+_MAX_PENDING_BYTES = 32 * 1024 * 1024
 
 
 class ChunkWriter(Protocol):
@@ -61,6 +62,7 @@ class EventStream(Response):
         self._writer = writer
         self._keep_alive_s = service.config.server.sse_keep_alive_s
         self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._changed = asyncio.Event()
         self._error: RequestError | None = None
         self._has_begun = False
@@ -89,7 +91,10 @@ class EventStream(Response):
                 async for delta in deltas:
                     if data := self._writer.write(delta):
                         self._pending.append(data)
+                        self._pending_bytes += len(data)
                         self._changed.set()
+                        if self._pending_bytes > _MAX_PENDING_BYTES:
+                            raise Unavailable("The client reads its stream too slowly.", code="client_too_slow")
             self._pending.append(self._writer.end())
         except RequestError as error:
             self._error = error
@@ -114,6 +119,7 @@ class EventStream(Response):
                 continue
             data = b"".join(self._pending)
             self._pending.clear()
+            self._pending_bytes = 0
             if not self._has_begun:
                 self._has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,7 @@ from starlette.responses import Response
 from octavo.engine.events import ChoiceDelta, GenerationRequest
 from octavo.errors import InvalidRequest
 from octavo.server.generation import Generation
-from octavo.server.openai.answer import ChoiceFold, ChunkFrames, members
+from octavo.server.openai.answer import Choice, ChunkFrames, fold, head, members, written
 from octavo.server.openai.fields import check_extra, parse_body, warning_headers
 from octavo.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai.messages import render_messages
@@ -23,9 +21,7 @@ from octavo.server.openai.prompts import Prompt, encode_prompts, engine_requests
 from octavo.server.openai.schema import ChatBody
 from octavo.server.service import Service
 from octavo.server.sse import EventStream, until_departure
-from octavo.server.wire import JsonResponse, json_bytes
-
-_CHUNK_OBJECT = "chat.completion.chunk"
+from octavo.server.wire import json_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +41,14 @@ async def create_chat_completion(request: Request, service: Service) -> Response
     job = await parse_chat(request, service)
     generation = Generation(service.client, job.requests)
     headers = warning_headers(job.ignored_fields)
-    show_cached = service.config.server.enable_prompt_tokens_details
     if job.options.stream:
-        writer = _ChatChunks(job, generation, show_cached=show_cached)
-        return EventStream(service, generation.deltas(), writer, headers)
+        return EventStream(service, generation.deltas(), _ChatChunks(job, generation), headers)
 
-    async def fold() -> Response:
-        return JsonResponse(await _fold(job, generation, show_cached=show_cached), headers=headers)
+    async def answer() -> Response:
+        choices = await fold(generation.deltas(), generation.num_choices)
+        return await written(service, choices, lambda: _body(job, generation, choices), headers)
 
-    return await until_departure(request, service, fold())
+    return await until_departure(request, service, answer())
 
 
 async def parse_chat(request: Request, service: Service) -> ChatJob:
@@ -71,7 +66,7 @@ async def parse_chat(request: Request, service: Service) -> ChatJob:
         logprobs=_logprobs(body, service),
     )
     service.check_room(options.sampling.n)
-    text = await render_messages(body, service, ignored)
+    text = await render_messages(body, request, service, ignored)
     prompts = await encode_prompts(
         [Prompt(text, ())],
         service,
@@ -106,34 +101,27 @@ def _logprobs(body: ChatBody, service: Service) -> int | None:
     return None
 
 
-async def _fold(job: ChatJob, generation: Generation, *, show_cached: bool) -> dict[str, Any]:
+def _body(job: ChatJob, generation: Generation, choices: Sequence[Choice]) -> dict[str, Any]:
     options = job.options
-    folds = [ChoiceFold() for _ in range(generation.num_choices)]
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            folds[delta.choice].add(delta)
-    choices = []
-    for index, fold in enumerate(folds):
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": fold.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": fold.finish_reason,
-            "stop_reason": fold.stop_reason,
-        }
+    shown = []
+    for index, choice in enumerate(choices):
+        logprobs = None
         if options.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(fold.details, options.logprobs, as_ids=options.tokens_as_ids)
-        if options.return_token_ids:
-            choice["token_ids"] = fold.token_ids
-        choices.append(choice)
+            logprobs = chat_logprobs(choice.details, options.logprobs, as_ids=options.tokens_as_ids)
+        shown.append(
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                **({"token_ids": choice.token_ids} if options.return_token_ids else {}),
+            }
+        )
     return {
-        "id": job.answer_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": options.model,
-        "system_fingerprint": options.fingerprint,
-        "choices": choices,
-        "usage": generation.usage(details=show_cached),
+        **head(job.answer_id, "chat.completion", options),
+        "choices": shown,
+        "usage": generation.usage(details=options.shows_cached_tokens),
         **_prompt_fields(options, generation),
     }
 
@@ -154,10 +142,10 @@ class _ChatChunks:
     _ROLE = b',"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null'
     _NO_CONTENT = b',"delta":{},"logprobs":null'
 
-    def __init__(self, job: ChatJob, generation: Generation, *, show_cached: bool) -> None:
+    def __init__(self, job: ChatJob, generation: Generation) -> None:
         self._options = job.options
         self._generation = generation
-        self._frames = ChunkFrames(job.answer_id, _CHUNK_OBJECT, job.options, generation, show_cached=show_cached)
+        self._frames = ChunkFrames(job.answer_id, "chat.completion.chunk", job.options, generation)
         self._has_begun = [False] * generation.num_choices
         self._is_first = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from octavo.engine.events import ChoiceDelta, GenerationRequest, TokenDetail
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
 from octavo.server.generation import Generation
-from octavo.server.openai.answer import ChoiceFold, ChunkFrames, members
+from octavo.server.openai.answer import Choice, ChunkFrames, fold, head, members, written
 from octavo.server.openai.fields import check_extra, parse_body, warning_headers
 from octavo.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai.options import Options, check_alternatives, parse_options
@@ -23,10 +23,11 @@ from octavo.server.openai.prompts import encode_prompts, engine_requests, read_p
 from octavo.server.openai.schema import CompletionBody
 from octavo.server.service import Service
 from octavo.server.sse import EventStream, until_departure
-from octavo.server.wire import JsonResponse, json_bytes
+from octavo.server.wire import json_bytes
 
 _DEFAULT_MAX_TOKENS = 16
 _OBJECT = "text_completion"
+_ECHO_SLICE = 256  # tokens of a long prompt whose logprobs are written without a pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,16 @@ class CompletionJob:
 async def create_completion(request: Request, service: Service) -> Response:
     job = await parse_completion(request, service)
     generation = Generation(service.client, job.requests)
-    pieces = _Pieces(job, generation, service.client.tokenizer)
+    deltas = _echoed(job, generation, service.client.tokenizer) if job.echo else generation.deltas()
     headers = warning_headers(job.ignored_fields)
-    show_cached = service.config.server.enable_prompt_tokens_details
     if job.options.stream:
-        writer = _CompletionChunks(job, generation, show_cached=show_cached)
-        return EventStream(service, pieces.deltas(), writer, headers)
+        return EventStream(service, deltas, _CompletionChunks(job, generation), headers)
 
-    async def fold() -> Response:
-        body = await _fold(job, generation, pieces.deltas(), show_cached=show_cached)
-        return JsonResponse(body, headers=headers)
+    async def answer() -> Response:
+        choices = await fold(deltas, generation.num_choices)
+        return await written(service, choices, lambda: _body(job, generation, choices), headers)
 
-    return await until_departure(request, service, fold())
+    return await until_departure(request, service, answer())
 
 
 async def parse_completion(request: Request, service: Service) -> CompletionJob:
@@ -87,41 +86,38 @@ async def parse_completion(request: Request, service: Service) -> CompletionJob:
     return CompletionJob(options, engine_requests(prompts, options, info, param="prompt"), echo, ignored)
 
 
-class _Pieces:
-    """The deltas of a completion as a client reads them: with echo, the prompt is the first piece of each choice."""
+async def _echoed(
+    job: CompletionJob, generation: Generation, tokenizer: Tokenizer
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """The deltas of `generation`; before the first of each choice, its prompt. Text offsets count from there."""
+    num_prompt_chars: dict[int, int] = {}
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            if delta.choice not in num_prompt_chars:
+                text, details = _prompt_shown(job, generation, tokenizer, delta.choice)
+                num_prompt_chars[delta.choice] = len(text)
+                yield ChoiceDelta(delta.choice, text, logprobs=tuple(details[:_ECHO_SLICE]))
+                for start in range(_ECHO_SLICE, len(details), _ECHO_SLICE):
+                    await asyncio.sleep(0)
+                    yield ChoiceDelta(delta.choice, logprobs=tuple(details[start : start + _ECHO_SLICE]))
+            if delta.logprobs:
+                delta = replace(delta, logprobs=tuple(_shifted(delta.logprobs, num_prompt_chars[delta.choice])))
+            yield delta
 
-    def __init__(self, job: CompletionJob, generation: Generation, tokenizer: Tokenizer) -> None:
-        self._generation = generation
-        self._tokenizer = tokenizer
-        self._echo = job.echo
-        self._echoes_logprobs = job.options.logprobs is not None
-        self._lengths: dict[int, int] = {}  # choice -> characters of its prompt, once that is out
 
-    def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        return self._echoed() if self._echo else self._generation.deltas()
-
-    async def _echoed(self) -> AsyncGenerator[ChoiceDelta, None]:
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.choice not in self._lengths:
-                    prompt = self._prompt_piece(delta.choice)
-                    self._lengths[delta.choice] = len(prompt.text)
-                    yield prompt
-                if delta.logprobs:
-                    delta = replace(delta, logprobs=tuple(_shifted(delta.logprobs, self._lengths[delta.choice])))
-                yield delta
-
-    def _prompt_piece(self, choice: int) -> ChoiceDelta:
-        index = choice // self._generation.num_choices_per_prompt
-        request = self._generation.requests[index]
-        text = request.prompt_text
-        if text is not None and not self._echoes_logprobs:
-            return ChoiceDelta(choice, text)
-        decoded = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
-        text = decoded if text is None else text
-        # What the tokenizer put in front (a BOS token) is in the ids but not in the text that was sent.
-        details = _shifted(self._generation.prompt_details[index], len(text) - len(decoded))
-        return ChoiceDelta(choice, text, logprobs=tuple(details) if self._echoes_logprobs else ())
+def _prompt_shown(
+    job: CompletionJob, generation: Generation, tokenizer: Tokenizer, choice: int
+) -> tuple[str, list[TokenDetail]]:
+    index = choice // generation.num_choices_per_prompt
+    request = generation.requests[index]
+    text, shows_logprobs = request.prompt_text, job.options.logprobs is not None
+    if text is not None and not shows_logprobs:
+        return text, []
+    decoded = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    text = decoded if text is None else text
+    # What the tokenizer put in front (a BOS token) is in the ids but not in the text that was sent.
+    details = _shifted(generation.prompt_details[index], len(text) - len(decoded))
+    return text, list(details) if shows_logprobs else []
 
 
 def _shifted(details: Sequence[TokenDetail], by: int) -> Iterator[TokenDetail]:
@@ -129,34 +125,26 @@ def _shifted(details: Sequence[TokenDetail], by: int) -> Iterator[TokenDetail]:
         yield replace(detail, text_offset=max(0, detail.text_offset + by))
 
 
-async def _fold(
-    job: CompletionJob, generation: Generation, pieces: AsyncGenerator[ChoiceDelta, None], *, show_cached: bool
-) -> dict[str, Any]:
+def _body(job: CompletionJob, generation: Generation, choices: Sequence[Choice]) -> dict[str, Any]:
     options = job.options
-    folds = [ChoiceFold() for _ in range(generation.num_choices)]
-    async with aclosing(pieces):
-        async for delta in pieces:
-            folds[delta.choice].add(delta)
-    choices = []
-    for index, fold in enumerate(folds):
-        choice: dict[str, Any] = {"index": index, "text": fold.text, "logprobs": None}
+    shown = []
+    for index, choice in enumerate(choices):
+        logprobs = None
         if options.logprobs is not None:
-            choice["logprobs"] = completion_logprobs(fold.details, options.logprobs, as_ids=options.tokens_as_ids)
-        choice["finish_reason"] = fold.finish_reason
-        choice["stop_reason"] = fold.stop_reason
-        choice |= _prompt_fields(job, generation, index)
-        if options.return_token_ids:
-            choice["token_ids"] = fold.token_ids
-        choices.append(choice)
-    return {
-        "id": job.answer_id,
-        "object": _OBJECT,
-        "created": int(time.time()),
-        "model": options.model,
-        "system_fingerprint": options.fingerprint,
-        "choices": choices,
-        "usage": generation.usage(details=show_cached),
-    }
+            logprobs = completion_logprobs(choice.details, options.logprobs, as_ids=options.tokens_as_ids)
+        shown.append(
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                **_prompt_fields(job, generation, index),
+                **({"token_ids": choice.token_ids} if options.return_token_ids else {}),
+            }
+        )
+    usage = generation.usage(details=options.shows_cached_tokens)
+    return {**head(job.answer_id, _OBJECT, options), "choices": shown, "usage": usage}
 
 
 def _prompt_fields(job: CompletionJob, generation: Generation, choice: int) -> dict[str, Any]:
@@ -173,11 +161,11 @@ def _prompt_fields(job: CompletionJob, generation: Generation, choice: int) -> d
 class _CompletionChunks:
     """A `ChunkWriter`."""
 
-    def __init__(self, job: CompletionJob, generation: Generation, *, show_cached: bool) -> None:
+    def __init__(self, job: CompletionJob, generation: Generation) -> None:
         self._job = job
         self._options = job.options
         self._generation = generation
-        self._frames = ChunkFrames(job.answer_id, _OBJECT, job.options, generation, show_cached=show_cached)
+        self._frames = ChunkFrames(job.answer_id, _OBJECT, job.options, generation)
         self._has_begun = [False] * generation.num_choices
         self._has_extra = job.options.return_token_ids or job.options.prompt_logprobs is not None
 

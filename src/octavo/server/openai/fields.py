@@ -154,6 +154,11 @@ def parse_body(model: type[Body], raw: Mapping[str, Any]) -> Body:
 def check_extra(body: BaseModel, *, strict: bool) -> list[str]:
     """The names of the fields that will be ignored. Raises for what must not be."""
     ignored: list[str] = []
+    options = getattr(body, "stream_options", None)
+    for name in (options and options.model_extra) or ():
+        if strict:
+            refuse_unknown(f"stream_options.{name}")
+        ignored.append(f"stream_options.{name}")
     for name, value in (body.model_extra or {}).items():
         neutral = UNSUPPORTED.get(name)
         if neutral is not None:

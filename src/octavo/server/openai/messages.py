@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.engine.chat_template import check_chat_template_kwargs
 from octavo.errors import InvalidRequest, UnsupportedFeature
 from octavo.server.openai.fields import refuse_unknown, show
 from octavo.server.openai.schema import Message, TemplateBody
-from octavo.server.service import Service
+from octavo.server.service import INLINE_CHARS, Service
 
 # What OpenAI's own answers carry when a client sends them back; null or empty in a text conversation.
 _EMPTY_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call", "reasoning"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
-async def render_messages(body: TemplateBody, service: Service, ignored: list[str]) -> str:
+async def render_messages(body: TemplateBody, request: Request, service: Service, ignored: list[str]) -> str:
     """The prompt's text; the names of fields that have no meaning here are added to `ignored`.
 
     Raises InvalidRequest for messages that are wrong, or that the template refuses.
@@ -51,8 +53,7 @@ async def render_messages(body: TemplateBody, service: Service, ignored: list[st
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         else:
             ignored.append("reasoning_effort")
-    return await service.off_loop(
-        sum(_num_chars(message) for message in conversation),
+    return await service.compute(
         lambda: template.render(
             conversation,
             add_generation_prompt=generates,
@@ -60,6 +61,8 @@ async def render_messages(body: TemplateBody, service: Service, ignored: list[st
             documents=body.documents,
             **variables,
         ),
+        # A client's variables may set off any amount of work, however small they are.
+        is_large=request.state.body_bytes > INLINE_CHARS or bool(variables),
     )
 
 
@@ -108,10 +111,3 @@ def _check_content(content: object, param: str, ignored: list[str]) -> None:
                 code="invalid_type",
             )
         ignored += [f"{where}.{other}" for other in part if other not in ("type", name)]
-
-
-def _num_chars(message: dict[str, Any]) -> int:
-    content = message["content"]
-    if isinstance(content, list):
-        return sum(len(part.get("text") or "") for part in content)
-    return len(content or "")

@@ -42,6 +42,7 @@ class Options:
     truncates_left: bool
     priority: int
     cache_salt: str
+    shows_cached_tokens: bool
 
 
 def parse_options(
@@ -95,6 +96,7 @@ def parse_options(
         truncates_left=body.truncation_side != "right",
         priority=body.priority or 0,
         cache_salt=_cache_salt(body),
+        shows_cached_tokens=config.enable_prompt_tokens_details,
     )
 
 

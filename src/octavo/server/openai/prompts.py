@@ -15,6 +15,7 @@ from octavo.server.service import Service
 
 # To find where it is cut, a text is encoded in full: what that may cost is bounded.
 _MAX_CUT_CHARS_PER_TOKEN = 64
+_MAX_PROMPT_SCORES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,22 @@ def engine_requests(
                 cache_salt=options.cache_salt,
             )
         )
+    _check_scores(requests, options)
     return requests
+
+
+def _check_scores(requests: Sequence[GenerationRequest], options: Options) -> None:
+    """Bound the logprobs of prompts, which come all at once."""
+    if options.sampling.prompt_logprobs is None:
+        return
+    num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    num_scores = num_tokens * options.sampling.n * (1 + options.sampling.prompt_logprobs)
+    if num_scores > _MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"The request asks for {num_scores} log-probabilities of prompt tokens; the limit is {_MAX_PROMPT_SCORES}. "
+            "Send fewer prompts at once, or ask for fewer alternatives.",
+            param="logprobs" if options.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _kept_tokens(options: Options, info: EngineInfo) -> int | None:

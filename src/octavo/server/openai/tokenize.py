@@ -11,7 +11,7 @@ from octavo.errors import InvalidRequest
 from octavo.server.openai.fields import check_extra, parse_body, warning_headers
 from octavo.server.openai.messages import render_messages
 from octavo.server.openai.schema import DetokenizeBody, TokenizeBody
-from octavo.server.service import Service
+from octavo.server.service import INLINE_CHARS, Service
 from octavo.server.wire import JsonResponse
 
 
@@ -25,7 +25,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     if body.prompt is not None:
         text, adds_special_tokens = body.prompt, body.add_special_tokens is not False
     else:
-        text = await render_messages(body, service, ignored)
+        text = await render_messages(body, request, service, ignored)
         adds_special_tokens = body.add_special_tokens is True
     [token_ids] = await service.encode([text], add_special_tokens=adds_special_tokens, max_tokens=None, param="prompt")
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids}
@@ -45,5 +45,7 @@ async def detokenize(request: Request, service: Service) -> Response:
         worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
         raise InvalidRequest(f"tokens holds {worst}; ids are 0 to {info.vocab_size - 1}.", param="tokens")
     skips = body.skip_special_tokens is True
-    text = await service.off_loop(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=skips))
+    text = await service.compute(
+        lambda: tokenizer.decode(token_ids, skip_special_tokens=skips), is_large=len(token_ids) > INLINE_CHARS
+    )
     return JsonResponse({"prompt": text}, headers=warning_headers(ignored))
