@@ -12,6 +12,7 @@ A mechanism that must not change what a model says runs these models along its o
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,21 +47,15 @@ class Architecture:
     options: dict[str, Any] = field(default_factory=dict)
     prompt_lens: tuple[int, ...] = (9, 21, 40)
     max_model_len: int = 96
+    older: bool = False  # write config.json as before transformers 5
 
     def config(self) -> PreTrainedConfig:
         return getattr(transformers, f"{self.family}Config")(**(SHAPE | self.options))
 
 
-def _llama(rope: dict[str, Any] | None = None, **options: Any) -> Architecture:
-    lens = {"prompt_lens": options.pop("prompt_lens")} if "prompt_lens" in options else {}
-    if rope is not None:
-        options["rope_parameters"] = {"rope_theta": 500.0, **rope}
-    return Architecture("Llama", options, **lens)
-
-
-def _phi3(**options: Any) -> Architecture:
-    lens = {"prompt_lens": options.pop("prompt_lens")} if "prompt_lens" in options else {}
-    return Architecture("Phi3", options, **lens)
+def _llama_rope(rope: dict[str, Any], *, max_position: int = 256, older: bool = False, **options: Any) -> Architecture:
+    options |= {"rope_parameters": {"rope_theta": 500.0, **rope}, "max_position_embeddings": max_position}
+    return Architecture("Llama", options, BEYOND if rope["rope_type"] == "dynamic" else (9, 21, 40), older=older)
 
 
 NATIVE = 48  # of the models whose RoPE has two variants: requests of 21 + 24 tokens fit, those of 60 do not
@@ -73,19 +68,17 @@ LONGROPE = {
 }
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _llama(),
-    "llama-mha-biases-tied": _llama(
-        num_key_value_heads=4, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    "llama": Architecture("Llama"),
+    "llama-mha-biases-tied": Architecture(
+        "Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     ),
-    "llama-mqa-wide-heads": _llama(num_key_value_heads=1, head_dim=24),
-    "llama-linear": _llama({"rope_type": "linear", "factor": 3.0}),
-    "llama-dynamic": _llama(
-        {"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=NATIVE, prompt_lens=BEYOND
+    "llama-mqa-wide-heads": Architecture("Llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-linear": _llama_rope({"rope_type": "linear", "factor": 3.0}, older=True),
+    "llama-dynamic": _llama_rope({"rope_type": "dynamic", "factor": 2.0}, max_position=NATIVE),
+    "llama-yarn": _llama_rope(
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, max_position=64, older=True
     ),
-    "llama-yarn": _llama(
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, max_position_embeddings=64
-    ),
-    "llama-yarn-mscale": _llama(
+    "llama-yarn-mscale": _llama_rope(
         {
             "rope_type": "yarn",
             "factor": 8.0,
@@ -97,24 +90,26 @@ ARCHITECTURES: dict[str, Architecture] = {
             "truncate": False,
         }
     ),
-    "llama-yarn-attention-factor": _llama(
+    "llama-yarn-attention-factor": _llama_rope(
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3}
     ),
-    "llama-3": _llama(
+    "llama-3": _llama_rope(
         {
             "rope_type": "llama3",
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
-        }
+        },
+        older=True,
     ),
-    "mistral-window": Architecture("Mistral", {"sliding_window": 8}),
+    "mistral-window": Architecture("Mistral", {"sliding_window": 8}, older=True),
     "mistral-full": Architecture("Mistral", {"sliding_window": None, "head_dim": 8}),
     "qwen2": Architecture("Qwen2", {"use_sliding_window": False, "sliding_window": 8}),
     "qwen2-window": Architecture(
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "tie_word_embeddings": True},
+        older=True,
     ),
     "qwen2-layer-types": Architecture(
         "Qwen2",
@@ -142,6 +137,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": 3.0,
             "tie_word_embeddings": True,
         },
+        older=True,
     ),
     "gemma3": Architecture(
         "Gemma3Text",
@@ -153,6 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "query_pre_attn_scalar": 16,
             "tie_word_embeddings": True,
         },
+        older=True,
     ),
     "gemma3-scaled": Architecture(
         "Gemma3Text",
@@ -169,13 +166,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             "tie_word_embeddings": True,
         },
     ),
-    "phi3": _phi3(sliding_window=None),
-    "phi3-window": _phi3(sliding_window=13, num_key_value_heads=4),
-    "phi3-longrope": _phi3(
-        rope_parameters=LONGROPE | {"partial_rotary_factor": 0.5},
-        original_max_position_embeddings=NATIVE,
-        prompt_lens=BEYOND,
-        tie_word_embeddings=True,
+    "phi3": Architecture("Phi3", {"sliding_window": None}),
+    "phi3-window": Architecture("Phi3", {"sliding_window": 13, "num_key_value_heads": 4}),
+    "phi3-longrope": Architecture(
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.5],
+                "long_factor": [1.5, 2.0, 3.5, 5.0],
+                "partial_rotary_factor": 0.5,
+            },
+            "original_max_position_embeddings": NATIVE,
+            "tie_word_embeddings": True,
+        },
+        BEYOND,
+        older=True,
     ),
     "granite": Architecture(
         "Granite",
@@ -220,9 +227,31 @@ def make_golden_model(name: str, folder: Path) -> GoldenModel:
     architecture = ARCHITECTURES[name]
     oracle = random_model(architecture.config(), seed=sum(name.encode()))
     oracle.save_pretrained(folder)
+    if architecture.older:
+        path = folder / "config.json"
+        path.write_text(json.dumps(older_layout(json.loads(path.read_text())), indent=2))
     rng = np.random.default_rng(sum(name.encode()))
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in architecture.prompt_lens]
     return GoldenModel(name, folder, prompts, architecture.max_model_len, oracle)
+
+
+def older_layout(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of transformers 5 as older versions wrote it: what most files on the hub look like."""
+    config = dict(config, torch_dtype=config["dtype"], rope_scaling=None)
+    parameters = config.pop("rope_parameters")
+    config.pop("layer_types", None)
+    if "_sliding_window_pattern" in config:
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+    if "sliding_attention" in parameters:
+        config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+    parameters = dict(parameters)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in parameters:
+            config[key] = parameters.pop(key)
+    if parameters["rope_type"] != "default":
+        config["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
+    return config
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -234,6 +263,8 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     model = model.eval().float()
     generator = torch.Generator().manual_seed(seed)
     is_gemma = "gemma" in config.model_type
+    # A tied embedding must not outweigh the layers: the model would only repeat its last token.
+    embedding_std = 0.06 if is_gemma else 0.12 if config.tie_word_embeddings else 1.0
     with torch.no_grad():
         for key, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
@@ -242,7 +273,7 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             elif value.ndim == 1:
                 value.copy_(0.2 * noise)
             elif "embed_tokens" in key:
-                value.copy_((0.15 if config.tie_word_embeddings else 1.0) * noise)
+                value.copy_(embedding_std * noise)
             else:
                 value.copy_(1.5 * noise / value.shape[1] ** 0.5)
     return model

@@ -19,7 +19,7 @@ ChunkSize = Callable[[int], int]  # tokens that a request could compute now -> t
 
 
 @dataclass(eq=False)
-class Sequence_:
+class PagedSequence:
     token_ids: list[int]
     num_prompt_tokens: int
     rope_variant: int
@@ -62,7 +62,7 @@ class PagedRunner:
 
     def generate(
         self, prompts: Sequence[list[int]], num_tokens: int, chunk_size: ChunkSize = lambda left: left
-    ) -> list[Sequence_]:
+    ) -> list[PagedSequence]:
         """Greedy continuations of all prompts, computed together; a request with chunk size 0 sits a step out."""
         sequences = [self._start(prompt, num_tokens) for prompt in prompts]
         while running := [s for s in sequences if len(s.generated) < num_tokens]:
@@ -73,12 +73,12 @@ class PagedRunner:
             self._free += [block for table in sequence.tables for block in table if block >= 0]
         return sequences
 
-    def _start(self, prompt: list[int], num_tokens: int) -> Sequence_:
+    def _start(self, prompt: list[int], num_tokens: int) -> PagedSequence:
         native = self.spec.native_context
         is_beyond = native is not None and len(prompt) + num_tokens > native
-        return Sequence_(list(prompt), len(prompt), int(is_beyond), [[] for _ in self.cache_spec.groups])
+        return PagedSequence(list(prompt), len(prompt), int(is_beyond), [[] for _ in self.cache_spec.groups])
 
-    def _step(self, step: list[tuple[Sequence_, int]]) -> None:
+    def _step(self, step: list[tuple[PagedSequence, int]]) -> None:
         for sequence, count in step:
             self._make_room(sequence, count)
         batch = self._batch(step)
@@ -90,7 +90,7 @@ class PagedRunner:
                 sequence.logits.append(next(logits))
                 sequence.token_ids.append(int(sequence.logits[-1].argmax()))
 
-    def _make_room(self, sequence: Sequence_, count: int) -> None:
+    def _make_room(self, sequence: PagedSequence, count: int) -> None:
         block_size = self.cache_spec.block_size
         for group, table in zip(self.cache_spec.groups, sequence.tables, strict=True):
             for i in range(first_visible_block(sequence.num_computed, group.window, block_size)):
@@ -100,7 +100,7 @@ class PagedRunner:
             while len(table) < num_blocks(sequence.num_computed + count, block_size):
                 table.append(self._free.pop())
 
-    def _batch(self, step: list[tuple[Sequence_, int]]) -> ForwardBatch:
+    def _batch(self, step: list[tuple[PagedSequence, int]]) -> ForwardBatch:
         counts = [count for _, count in step]
         ends = np.array([s.num_computed + count for s, count in step], np.int32)
         starts = np.cumsum([0, *counts]).astype(np.int32)

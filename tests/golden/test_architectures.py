@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.golden.architectures import ARCHITECTURES, NUM_GENERATED, GoldenModel, Maker
-from tests.golden.paged_runner import PagedRunner, Sequence_
+from tests.golden.paged_runner import PagedRunner, PagedSequence
 
 from octavo.backends.registry import create_ops
 
@@ -15,7 +15,7 @@ def runner(model: GoldenModel, block_size: int, seed: int = 0) -> PagedRunner:
     return PagedRunner(model.path, ops, max_model_len=model.max_model_len, block_size=block_size, seed=seed)
 
 
-def check(model: GoldenModel, prompt: list[int], sequence: Sequence_) -> None:
+def check(model: GoldenModel, prompt: list[int], sequence: PagedSequence) -> None:
     """Logits within 1e-4 of the oracle's, and the same greedy tokens."""
     expected = model.logits(sequence.token_ids)[len(prompt) - 1 : -1]
     assert expected.std() > 0.3, "logits so alike that nothing is tested"
