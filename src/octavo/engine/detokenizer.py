@@ -157,9 +157,9 @@ class IncrementalDetokenizer:
         if self._raw_state is None:
             return found
         self._raw_state, raw_end, raw_stop = self._scan(self._raw_state, text, may_stop)
-        if raw_stop is not None and (found is None or raw_end <= end):
-            raw_found = self._chars_before(before + raw_end, len(raw_stop)), raw_stop
-            if found is None or raw_end < end or raw_found[0] < found[0]:
+        if raw_stop is not None:
+            raw_found = (self._chars_before(before + raw_end, len(raw_stop)), raw_stop)
+            if found is None or (raw_end, raw_found[0], -len(raw_stop)) < (end, found[0], -len(found[1])):
                 return raw_found
         self._merge_states()
         return found
@@ -186,7 +186,11 @@ class IncrementalDetokenizer:
         return state, end, None
 
     def _merge_states(self) -> None:
-        if self._raw_state == self._state:
+        """One state is enough again once it is the same and no hidden character is part of it."""
+        automaton = self._automaton
+        assert automaton is not None
+        num_shown_since = self._num_chars - self._hidden[-1][0]
+        if self._raw_state == self._state and automaton.depth[self._state] <= num_shown_since:
             self._raw_state = None
             self._hidden.clear()
 

@@ -27,17 +27,17 @@ class StopAutomaton:
                     self.stop.append(None)
                 state = self.next[state][char]
             self.stop[state] = stop
-        depths = [0] * len(self.next)
+        self.depth = [0] * len(self.next)  # characters at the end of the text that the state stands for
         self.fallback = [0] * len(self.next)
-        self.pending = [0] * len(self.next)  # characters at the end of the text that may begin a stop string
+        self.pending = [0] * len(self.next)  # those of them that may still begin a stop string
         queue = deque([0])
         while queue:
             state = queue.popleft()
             fallback = self.fallback[state]
-            self.pending[state] = depths[state] if self.next[state] else self.pending[fallback]
+            self.pending[state] = self.depth[state] if self.next[state] else self.pending[fallback]
             self.stop[state] = self.stop[state] or self.stop[fallback]
             for char, child in self.next[state].items():
-                depths[child] = depths[state] + 1
+                self.depth[child] = self.depth[state] + 1
                 self.fallback[child] = self.step(fallback, char) if state else 0
                 queue.append(child)
         self._begin = re.compile("[" + "".join(map(re.escape, self.next[0])) + "]")
