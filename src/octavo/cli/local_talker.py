@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import cast
 
 from octavo.cli.talk import Message, Settings, Usage
 from octavo.config import Config
@@ -46,7 +45,7 @@ class LocalTalker:
             arrival_s=time.monotonic(),
         )
         self.usage = Usage(prompt_tokens=len(token_ids))
-        deltas = cast(AsyncGenerator[ChoiceDelta, None], self._llm.generate(request))
+        deltas = self._llm.generate(request)
         try:
             while (delta := self._runner.run(_next(deltas))) is not None:
                 self.usage.output_tokens = delta.num_output_tokens

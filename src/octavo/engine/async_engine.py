@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -163,7 +163,7 @@ class AsyncEngine:
         return self.metrics.find(request_id)
 
     # -- requests ----------------------------------------------------------------------------------------
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[ChoiceDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         live = self._admit(request)
         try:
             while True:

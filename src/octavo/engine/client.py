@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from octavo.engine.events import ChoiceDelta, EngineInfo, GenerationRequest
@@ -40,7 +40,7 @@ class EngineClient(Protocol):
         """Choices that wait for their first step; compared with --max-queued-requests before a request is taken."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[ChoiceDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Run a request; deltas of its choices interleave, each choice ends once.
 
         Closing the iterator (or cancelling its task) aborts the request and frees its blocks within a step.

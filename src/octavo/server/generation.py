@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from octavo.engine.client import EngineClient
 from octavo.engine.events import ChoiceDelta, GenerationRequest, TokenDetail
@@ -79,7 +79,7 @@ class Generation:
     def _source(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         if request.sampling.max_tokens == 0 and request.sampling.prompt_logprobs is None:
             return _nothing(request.sampling.n)
-        return cast(AsyncGenerator[ChoiceDelta, None], self._client.generate(request))
+        return self._client.generate(request)
 
     async def _merged(self) -> AsyncGenerator[ChoiceDelta, None]:
         arrived: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue()
