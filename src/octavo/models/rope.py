@@ -1,9 +1,10 @@
 """Rotary position embedding: one frozen class for each kind, from its parameters to a `RopeTable`.
 
-Formulas are those of `transformers.modeling_rope_utils`, computed in float64 and rounded to float32 once. A kind
-whose frequencies depend on whether a sequence is longer than the native context has two variants: 0 for
-sequences up to `native_len`, 1 for longer ones. A request keeps its variant for life, so that its cached keys
-stay valid; `transformers` switches in mid-sequence and leaves the old keys as they are.
+Formulas are those of `transformers.modeling_rope_utils`, in float32 and in its order: far positions multiply
+every difference, and a smooth band such as Llama 3's magnifies roundings by cancellation. A kind whose
+frequencies depend on whether a sequence is longer than the native context has two variants: 0 for sequences up
+to `native_len`, 1 for longer ones. A sequence has one variant for all its keys, so that they are comparable;
+`transformers` switches in mid-sequence and leaves the old keys as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from octavo.backends.ops import RopeTable
 
-Frequencies = tuple[np.ndarray, float]  # inv_freq [rotary_dim / 2] float64, attention factor
+Frequencies = tuple[np.ndarray, float]  # inv_freq [rotary_dim / 2] float32, attention factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class RopeSpec:
         variants = self.variants(max_model_len)
         return RopeTable(
             self.rotary_dim,
-            tuple(inv_freq.astype(np.float32) for inv_freq, _ in variants),
+            tuple(inv_freq for inv_freq, _ in variants),
             tuple(factor for _, factor in variants),
         )
 
@@ -92,10 +93,10 @@ class YarnRope(RopeSpec):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        ramp = (np.arange(self.rotary_dim // 2) - low) / ((high - low) or 0.001)
-        interpolated = np.clip(ramp, 0.0, 1.0)
+        ramp = (np.arange(self.rotary_dim // 2, dtype=np.float32) - low) / ((high - low) or 0.001)
+        kept = 1 - np.clip(ramp, 0, 1)
         plain = plain_inv_freq(self.theta, self.rotary_dim)
-        inv_freq = plain / self.factor * interpolated + plain * (1.0 - interpolated)
+        inv_freq = plain / self.factor * (1 - kept) + plain * kept
         return ((inv_freq, self.attention_factor),)
 
     def _turning_index(self, num_turns: float) -> float:
@@ -115,10 +116,10 @@ class Llama3Rope(RopeSpec):
 
     def variants(self, max_model_len: int) -> tuple[Frequencies, ...]:
         plain = plain_inv_freq(self.theta, self.rotary_dim)
-        num_turns = self.native_context_len * plain / (2 * math.pi)
+        num_turns = self.native_context_len / (2 * math.pi / plain)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = np.clip((num_turns - low) / (high - low), 0.0, 1.0)
-        return ((plain / self.factor * (1.0 - kept) + plain * kept, 1.0),)
+        kept = np.clip((num_turns - low) / (high - low), 0, 1)
+        return (((1 - kept) * plain / self.factor + kept * plain, 1.0),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +137,16 @@ class LongRope(RopeSpec):
 
     def variants(self, max_model_len: int) -> tuple[Frequencies, ...]:
         plain = plain_inv_freq(self.theta, self.rotary_dim)
-        short = (plain / np.array(self.short_factor), self.attention_factor)
+        short = (plain / np.array(self.short_factor, np.float32), self.attention_factor)
         if self.native_len is None:
             return (short,)
-        return (short, (plain / np.array(self.long_factor), self.attention_factor))
+        return (short, (plain / np.array(self.long_factor, np.float32), self.attention_factor))
 
 
 def plain_inv_freq(theta: float, rotary_dim: int) -> np.ndarray:
-    """[rotary_dim / 2] float64"""
-    return np.asarray(1.0 / theta ** (np.arange(0, rotary_dim, 2) / rotary_dim))
+    """[rotary_dim / 2] float32"""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return np.asarray(1 / np.float32(theta) ** exponents)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
