@@ -27,11 +27,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 # Training, initialisation, tokens (generation's business), bookkeeping: none of them changes the function.
 HARMLESS = frozenset(
-    "architectures attention_dropout auto_map bos_token_id cache_implementation dtype embd_pdrop embedding_dropout "
-    "eos_token_id hidden_dropout id2label initializer_range label2id model_type output_attentions "
-    "output_hidden_states pad_token_id pretraining_tp problem_type residual_dropout resid_pdrop return_dict "
-    "tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache "
-    "use_bfloat16".split()
+    "architectures attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype "
+    "embd_pdrop embedding_dropout eos_token_id hidden_dropout id2label initializer_range label2id model_type "
+    "output_attentions output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop residual_dropout "
+    "return_dict tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed "
+    "unsloth_version use_bfloat16 use_cache".split()
 )
 
 
@@ -159,7 +159,9 @@ class ConfigReader:
         return error(f"{self.where}: {what} is not supported ({why}).")
 
     def unread(self) -> list[str]:
-        return sorted(key for key in self._values.keys() - self._read - HARMLESS if not key.startswith("_"))
+        """Keys that are set to something and that nobody asked for, without what is known not to matter."""
+        unread = self._values.keys() - self._read - HARMLESS
+        return sorted(key for key in unread if not key.startswith("_") and self._values[key] not in (None, False))
 
     def _value_or(self, key: str, default: T | _Required) -> T | Any:
         value = self.value(key)
