@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -284,31 +285,43 @@ def test_a_second_turn_reuses_the_kv_of_the_first(smollm2_path: Path) -> None:
             list(conversation.turn("many words " * 400))
 
 
+class Terminal:
+    """The far end of a pseudo-terminal."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unread = b""
+
+    def type(self, text: bytes) -> None:
+        os.write(self._descriptor, text)
+
+    def wait_for(self, expected: bytes, within_s: float = 60) -> None:
+        """Read up to the end of `expected`."""
+        deadline = time.monotonic() + within_s
+        while expected not in self._unread:
+            left_s = max(0.0, deadline - time.monotonic())
+            assert select.select([self._descriptor], [], [], left_s)[0], f"no {expected!r} in {self._unread!r}"
+            self._unread += os.read(self._descriptor, 4096)
+        self._unread = self._unread.partition(expected)[2]
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(smollm2_path: Path) -> None:
-    terminal, inside = pty.openpty()
+    outside, inside = pty.openpty()
     command = [sys.executable, "-m", "octavo.cli", "chat", str(smollm2_path), *SMALL, "--temperature", "0"]
     process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
     os.close(inside)
+    terminal = Terminal(outside)
     try:
-        read_until(terminal, b">>> ")
-        os.write(terminal, b"Tell me a very long story.\n")
-        read_until(terminal, b"story.\r\n")
-        read_until(terminal, b" ")  # the answer has begun
-        process.send_signal(2)
-        read_until(terminal, b"(stopped)")
-        read_until(terminal, b">>> ")
-        os.write(terminal, b"/exit\n")
+        terminal.wait_for(b">>> ")
+        terminal.type(b"Tell me a very long story.\n")
+        terminal.wait_for(b"story.\r\n")
+        terminal.wait_for(b" ")  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        terminal.wait_for(b"(stopped)")
+        terminal.wait_for(b">>> ")
+        terminal.type(b"/exit\n")
         assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
-        os.close(terminal)
-
-
-def read_until(terminal: int, expected: bytes, within_s: float = 60) -> bytes:
-    deadline, seen = time.monotonic() + within_s, b""
-    while expected not in seen:
-        is_readable, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
-        assert is_readable, f"waited for {expected!r}, got {seen!r}"
-        seen += os.read(terminal, 4096)
-    return seen
+        os.close(outside)
