@@ -8,9 +8,9 @@ more state keeps its own table keyed by `request_id`.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.errors import InvalidRequest
 
@@ -20,6 +20,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_LIST = 4096  # entries of stop_token_ids and bad_words
 MAX_LOGIT_BIAS = 4096
 SEED_LIMIT = 2**63
+MAX_INT = 2**63 - 1  # what every integer of a request must fit: it travels between processes
 
 
 class FinishReason(enum.StrEnum):
@@ -64,12 +65,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                value = (value,)
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        elif not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.", param="logit_bias"
+            )
         _check_int("n", self.n, 1)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
@@ -87,13 +91,20 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
         if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty is 0; it must be above 0 (1 turns it off).", param="repetition_penalty")
+            raise InvalidRequest(
+                "repetition_penalty is 0; it must be above 0 (1 turns it off).", param="repetition_penalty"
+            )
         if self.seed is not None:
             _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"):
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}.", param=name)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS)
@@ -102,7 +113,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _check_ids("allowed_token_ids", self.allowed_token_ids, None)
             if not self.allowed_token_ids:
-                raise InvalidRequest("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
+                raise InvalidRequest(
+                    "allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids"
+                )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}.", param="logit_bias"
@@ -122,18 +135,29 @@ class SamplingParams:
         return max(ids, default=-1)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    """A list of a request, which may be None or one string."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
+        raise InvalidRequest(f"{name} must be a list, got {value!r}.", param=name)
+    return tuple(value)
+
+
+def _check_int(name: str, value: object, low: int, high: int = MAX_INT) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}.", param=name)
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+    if not low <= value <= high:
+        bound = f"at least {low}" if value < low and high == MAX_INT else f"between {low} and {high}"
         raise InvalidRequest(f"{name} is {value}; it must be {bound}.", param=name)
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, got {value!r}.", param=name)
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # NaN is in no range
         raise InvalidRequest(f"{name} is {value}; it must be between {low:g} and {high:g}.", param=name)
 
 

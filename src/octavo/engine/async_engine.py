@@ -94,21 +94,29 @@ class AsyncEngine:
         self._num_queued = 0
         self._replies: dict[int, asyncio.Future[bool]] = {}
         self._num_restarts = 0
+        self._restart_failure: str | None = None
         self._started_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Start the engine and load the tokenizer beside it. Returns at once: see `wait_ready`."""
+        """Start the engine and load the tokenizer beside it. Returns at once: see `wait_ready`.
+
+        Raises Unavailable when it has been closed: an engine starts once.
+        """
+        if self._state == "dead":
+            raise Unavailable(f"The engine cannot be started again: {self._reason}.")
         self._spawn(self._prepare_tokenizer())
         await self._start_engine()
 
     async def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
-        """Wait until requests can be served. Raises the StartError that prevents it."""
+        """Wait until requests can be served. Raises the StartError that prevents it, Unavailable once it is closed."""
         async with asyncio.timeout(timeout_s):
             while not (self._state == "ready" and self._tokenizer is not None):
                 if self._start_error is not None:
                     raise self._start_error
+                if self._state == "dead":
+                    raise Unavailable(f"The engine is not ready: {self._reason}.")
                 self._changed.clear()
                 await self._changed.wait()
         return self.info
@@ -190,9 +198,11 @@ class AsyncEngine:
             raise Unavailable(f"The engine is not ready: {self._reason}.", retry_after_s=_RETRY_AFTER_S)
         call_no = next(self._ids)
         reply = self._replies[call_no] = asyncio.get_running_loop().create_future()
-        self._transport.send(ResetPrefixCache(call_no))
         try:
+            self._transport.send(ResetPrefixCache(call_no))
             return await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable(f"The engine did not answer within {_REPLY_TIMEOUT_S:g} seconds.") from None
         finally:
             del self._replies[call_no]
 
@@ -212,28 +222,27 @@ class AsyncEngine:
                 code="queue_full",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        tokenizer = self.tokenizer
+        tokenizer, sampling = self.tokenizer, request.sampling
         first_request_id = next(self._ids)
         for _ in range(n - 1):
             next(self._ids)
-        outputs = [ChoiceOutput(choice, tokenizer, request.prompt_token_ids, request.sampling) for choice in range(n)]
+        outputs = [ChoiceOutput(choice, tokenizer, request.prompt_token_ids, sampling) for choice in range(n)]
+        message = AddRequest(
+            first_request_id,
+            request.prompt_token_ids,
+            sampling,
+            request.arrival_s,
+            request.priority,
+            request.cache_salt,
+            tokenizer.bad_words_token_ids(sampling.bad_words) if sampling.bad_words else (),
+        )
+        self._transport.send(message)
+        # All that can fail is behind us: whatever is counted from here on, `_forget` takes back.
         live = _Live(request, first_request_id, outputs, self.metrics.request_arrived(request), n, n)
         self._by_client_id[request.request_id] = live
         for output in outputs:
             self._by_engine_id[first_request_id + output.choice] = live
         self._num_queued += n
-        sampling = request.sampling
-        self._transport.send(
-            AddRequest(
-                first_request_id,
-                request.prompt_token_ids,
-                sampling,
-                request.arrival_s,
-                request.priority,
-                request.cache_salt,
-                tokenizer.bad_words_token_ids(sampling.bad_words) if sampling.bad_words else (),
-            )
-        )
         return live
 
     def _forget(self, live: _Live) -> None:
@@ -275,6 +284,9 @@ class AsyncEngine:
                 self.metrics.engine_ready(message.info)
                 if self._state == "starting":
                     self._set_state("ready", "ready")
+            case StartFailed() if self._num_restarts:
+                # It has run before, so what stands against it may pass: `_on_exit` tries again.
+                self._restart_failure = message.message
             case StartFailed():
                 self._start_error = StartError(message.message)
                 self._set_state("dead", message.message)
@@ -295,7 +307,13 @@ class AsyncEngine:
             if update.error is not None:
                 live.error = RequestFailed(update.error)
             output = live.outputs[update.choice]
-            delta = output.push(update)
+            try:
+                delta = output.push(update)
+            except Exception:
+                # A fault of ours in one answer's text must not silence all the others.
+                logger.exception("an update of choice %d of a request could not be read", update.choice)
+                self._fail(live, RequestFailed("The server failed to read what the engine made of this request."))
+                continue
             if delta is None:
                 continue
             if delta.token_ids:
@@ -318,6 +336,7 @@ class AsyncEngine:
             self._changed.set()
             return
         was_ready = self._info is not None
+        why, self._restart_failure = self._restart_failure or why, None
         self._fail_all(
             Unavailable(f"The engine ended unexpectedly ({why}); this request is lost. Try again.", code="engine_dead")
         )
@@ -337,9 +356,12 @@ class AsyncEngine:
             self._num_restarts = 0
         delay_s = _RESTART_DELAYS_S[min(self._num_restarts, len(_RESTART_DELAYS_S) - 1)]
         self._num_restarts += 1
-        await self._transport.stop()
-        await asyncio.sleep(delay_s)
-        await self._start_engine()
+        try:
+            await self._transport.stop()
+            await asyncio.sleep(delay_s)
+            await self._start_engine()
+        except OSError as error:  # no memory for a process, no room for its socket
+            self._on_exit(f"it cannot be started: {error}")
 
     async def _start_engine(self) -> None:
         self._started_s = time.monotonic()
@@ -350,18 +372,30 @@ class AsyncEngine:
     async def _prepare_tokenizer(self) -> None:
         try:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        except StartError as error:
+        except Exception as error:
+            if not isinstance(error, StartError):
+                logger.exception("the tokenizer could not be loaded")
+                error = StartError(f"the tokenizer could not be loaded ({type(error).__name__}: {error})")
             self._start_error = error
             self._set_state("dead", str(error))
         self._changed.set()
 
     def _fail_all(self, error: Unavailable) -> None:
-        for live in list(self._by_client_id.values()):
+        """End what still runs, and every call that waits for the engine, with `error`."""
+        for live in self._by_client_id.values():
+            for output in live.outputs:
+                output.finish_reason = output.finish_reason or FinishReason.ERROR.value
+            self._fail(live, error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    def _fail(self, live: _Live, error: OctavoError) -> None:
+        """End a request with `error`, unless all of its choices have ended and only wait to be read."""
+        if live.num_open:
             live.error = error
             live.changed.set()
             live.timeline.finished(time.monotonic(), FinishReason.ERROR.value)
-            for output in live.outputs:
-                output.finish_reason = output.finish_reason or FinishReason.ERROR.value
 
     def _set_state(self, state: State, reason: str) -> None:
         self._state, self._reason = state, reason

@@ -45,12 +45,14 @@ class EngineCore:
             sampling = replace(sampling, seed=self._seeds.randrange(SEED_LIMIT))
         room = self._max_model_len - len(message.prompt_token_ids)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        # Only the leader computes the prompt, so only it has prompt logprobs to give.
+        leader = replace(sampling, n=1)
+        sibling = replace(leader, prompt_logprobs=None)
         choices = [
             Request(
                 request_id=message.first_request_id + choice,
                 prompt_token_ids=message.prompt_token_ids,
-                # Only the leader computes the prompt, so only it has prompt logprobs to give.
-                sampling=replace(sampling, n=1, prompt_logprobs=sampling.prompt_logprobs if choice == 0 else None),
+                sampling=sibling if choice else leader,
                 max_tokens=max_tokens,
                 arrival_s=message.arrival_s,
                 choice=choice,
@@ -89,9 +91,7 @@ class EngineCore:
             return self._execute(batch)
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", batch.step_id, len(batch.requests))
-            reason = f"the step that computed this request failed: {type(error).__name__}: {error}"
-            ids = [i for request in batch.requests for i in (request.request_id, *request.fork_ids)]
-            return StepOutput(batch.step_id, failed=dict.fromkeys(ids, reason))
+            return _all_failed(batch, f"the step that computed this request failed: {type(error).__name__}: {error}")
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> StepReport:
         updates = self._scheduler.commit(batch, output)
@@ -107,7 +107,12 @@ class EngineCore:
         batch = self.plan()
         if batch is None:
             return self.report_idle() if self._refused else None
-        return self.commit(batch, self.execute(batch))
+        try:
+            output = self.execute(batch)
+        except BaseException:  # Ctrl-C: what was planned must be committed, or no later step could be
+            self.commit(batch, _all_failed(batch, "the step that computed this request was interrupted"))
+            raise
+        return self.commit(batch, output)
 
     def _report(
         self, updates: tuple[RequestUpdate, ...], first_scheduled: tuple[int, ...], planned_s: float, num_tokens: int
@@ -127,6 +132,11 @@ class EngineCore:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             padding_tokens=scheduler.padding_tokens,
         )
+
+
+def _all_failed(batch: ScheduledBatch, reason: str) -> StepOutput:
+    ids = [i for request in batch.requests for i in (request.request_id, *request.fork_ids)]
+    return StepOutput(batch.step_id, failed=dict.fromkeys(ids, reason))
 
 
 def _failed(request: Request, message: str) -> RequestUpdate:

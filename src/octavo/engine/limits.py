@@ -44,5 +44,9 @@ def check_limits(
         raise InvalidRequest(f"{param} holds token id {worst}; ids are 0 to {info.vocab_size - 1}.", param=param)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         ids = getattr(sampling, name) or ()
+        if len(ids) > info.vocab_size:
+            raise InvalidRequest(
+                f"{name} has {len(ids)} entries; the model has {info.vocab_size} tokens. Send each id once.", param=name
+            )
         if ids and max(ids) >= info.vocab_size:
             raise InvalidRequest(f"{name} holds token id {max(ids)}; ids are 0 to {info.vocab_size - 1}.", param=name)

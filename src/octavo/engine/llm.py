@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +82,7 @@ class LLM:
         config = make_config(options)
         self.tokenizer: Tokenizer = load_model_tokenizer(config)
         self._core, self.info = build_engine(config)
+        self._heeds_priority = config.scheduler.scheduling_policy == "priority"
         self._ids = itertools.count(1)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -87,7 +91,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -100,8 +104,8 @@ class LLM:
         """
         many = _as_list(prompts)
         params = self._params(sampling_params, len(many))
-        if priority is not None and len(priority) != len(many):
-            raise InvalidRequest(f"{len(many)} prompts came with {len(priority)} priorities.", param="priority")
+        if priority is not None:
+            self._check_priorities(priority, len(many))
         requests = [self._request(prompt, params[i], priority[i] if priority else 0) for i, prompt in enumerate(many)]
         return self._run(requests, use_tqdm)
 
@@ -139,11 +143,26 @@ class LLM:
             given = self.default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, or a list with one for each prompt; got {given!r:.200}.",
+                param="sampling_params",
+            )
         if len(given) != count:
             raise InvalidRequest(
                 f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params"
             )
         return list(given)
+
+    def _check_priorities(self, given: Sequence[int], count: int) -> None:
+        if not self._heeds_priority:
+            raise InvalidRequest(
+                'priority is not heeded: this LLM was made without scheduling_policy="priority".', param="priority"
+            )
+        if not isinstance(given, Sequence) or any(type(one) is not int for one in given):
+            raise InvalidRequest(f"priority must be a list of integers, got {given!r:.200}.", param="priority")
+        if len(given) != count:
+            raise InvalidRequest(f"{count} prompts came with {len(given)} priorities.", param="priority")
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> GenerationRequest:
         text, token_ids, cache_salt = self._tokenize(prompt)
@@ -170,50 +189,59 @@ class LLM:
                     param="prompt",
                 )
             text, cache_salt = prompt.get("prompt"), prompt.get("cache_salt", "")
+            for name, value in (("prompt", text or ""), ("cache_salt", cache_salt)):
+                if not isinstance(value, str):
+                    raise InvalidRequest(f"{name} must be a string, got {value!r:.200}.", param=name)
             if "prompt_token_ids" in prompt:
-                return text, prompt["prompt_token_ids"], cache_salt
-            return text, self.tokenizer.encode(prompt["prompt"]), cache_salt
-        return None, prompt, ""
+                return text, _checked_ids(prompt["prompt_token_ids"]), cache_salt
+            return text, self.tokenizer.encode(text or ""), cache_salt
+        return None, _checked_ids(prompt), ""
 
     def _run(self, requests: Sequence[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
         results: list[RequestOutput] = []
         open_choices: dict[int, tuple[RequestOutput, ChoiceOutput]] = {}
-        for request in requests:
-            n = request.sampling.n
-            first_id = next(self._ids)
-            for _ in range(n - 1):
-                next(self._ids)
-            sampling = request.sampling
-            result = RequestOutput(
-                request.request_id,
-                request.prompt_text,
-                list(request.prompt_token_ids),
-                [CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(n)],
-                None if sampling.prompt_logprobs is None else [],
-            )
-            results.append(result)
-            for choice in range(n):
-                output = ChoiceOutput(choice, self.tokenizer, request.prompt_token_ids, sampling)
-                open_choices[first_id + choice] = (result, output)
-            bad_words = self.tokenizer.bad_words_token_ids(sampling.bad_words) if sampling.bad_words else ()
-            self._core.add(
-                AddRequest(
-                    first_id,
-                    request.prompt_token_ids,
-                    sampling,
-                    request.arrival_s,
-                    request.priority,
-                    request.cache_salt,
-                    bad_words,
-                )
-            )
-        try:
-            with tqdm(total=len(open_choices), desc="Generating", unit="choice", disable=not use_tqdm) as progress:
-                while open_choices:
-                    progress.update(self._step(open_choices))
-        finally:
-            self._core.abort(tuple(open_choices))
+        with _interrupts_between_steps() as interrupt:
+            try:
+                for request in requests:
+                    results.append(self._add(request, open_choices))
+                with tqdm(total=len(open_choices), desc="Generating", unit="choice", disable=not use_tqdm) as progress:
+                    while open_choices:
+                        progress.update(self._step(open_choices))
+                        interrupt()
+            finally:
+                self._core.abort(tuple(open_choices))
         return results
+
+    def _add(
+        self, request: GenerationRequest, open_choices: dict[int, tuple[RequestOutput, ChoiceOutput]]
+    ) -> RequestOutput:
+        sampling = request.sampling
+        first_id = next(self._ids)
+        for _ in range(sampling.n - 1):
+            next(self._ids)
+        bad_words = self.tokenizer.bad_words_token_ids(sampling.bad_words) if sampling.bad_words else ()
+        result = RequestOutput(
+            request.request_id,
+            request.prompt_text,
+            list(request.prompt_token_ids),
+            [CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(sampling.n)],
+            None if sampling.prompt_logprobs is None else [],
+        )
+        for choice in range(sampling.n):
+            output = ChoiceOutput(choice, self.tokenizer, request.prompt_token_ids, sampling)
+            open_choices[first_id + choice] = (result, output)
+        self._core.add(
+            AddRequest(
+                first_id,
+                request.prompt_token_ids,
+                sampling,
+                request.arrival_s,
+                request.priority,
+                request.cache_salt,
+                bad_words,
+            )
+        )
+        return result
 
     def _step(self, open_choices: dict[int, tuple[RequestOutput, ChoiceOutput]]) -> int:
         """Run one step; returns how many choices it ended."""
@@ -250,10 +278,57 @@ class AsyncLLM(AsyncEngine):
         await super().start()
         await self.wait_ready()
 
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """As `AsyncEngine.generate`. Raises InvalidRequest at once for what the model cannot serve."""
+        check_limits(request.prompt_token_ids, request.sampling, self.info)
+        return super().generate(request)
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts must be a prompt or a list of them, got {prompts!r:.200}.", param="prompt")
+    many: list[Any] = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many
+
+
+def _checked_ids(token_ids: object) -> Sequence[int]:
+    if (
+        isinstance(token_ids, bytes)
+        or not isinstance(token_ids, Sequence)
+        or any(type(token_id) is not int for token_id in token_ids)
+    ):
+        raise InvalidRequest(f"a prompt must be text or a list of token ids, got {token_ids!r:.200}.", param="prompt")
+    return token_ids
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the yielded function is called, or the block ends; a second one does not wait.
+
+    A step that is cut off in the middle would leave an engine that cannot go on.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    held: list[tuple[int, Any]] = []
+
+    def hold(number: int, frame: Any) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            deliver()
+
+    def deliver() -> None:
+        if held:
+            arguments = held[-1]
+            held.clear()
+            handler(*arguments)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deliver()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,8 +30,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     config = msgspec.msgpack.decode(_read_frame(), type=Config)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    channel = SocketChannel(sys.argv[1])
+    address = sys.argv[1]
+    threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
+    channel = SocketChannel(address)
     try:
         return _serve(config, channel)
     finally:
@@ -76,10 +78,12 @@ def _read_exactly(size: int) -> bytes:
     return data
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(address: str) -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
+    # A client that was killed while we started could not remove the folder that it had made for the socket.
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
     os._exit(1)
 
 

@@ -55,6 +55,7 @@ class ProcessTransport:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._folder: Path | None = None
+        self._runs_loop = False  # and so reads messages
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, config: Config, on_message: OnMessage, on_exit: OnExit) -> None:
@@ -98,7 +99,10 @@ class ProcessTransport:
         process, self._process = self._process, None
         if process is not None:
             if process.poll() is None:
-                self.send(Stop())
+                if self._runs_loop:
+                    self.send(Stop())
+                else:
+                    process.kill()  # nothing is lost while it loads, and it would not hear us
                 await asyncio.to_thread(_end, process)
             if process.stdin:
                 with contextlib.suppress(OSError):
@@ -107,12 +111,11 @@ class ProcessTransport:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._runs_loop = False
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._remove_folder()
 
     def kill(self) -> None:
         """End at once, without a loop: for a command that failed before it could `stop`."""
@@ -120,13 +123,20 @@ class ProcessTransport:
         if process is not None and process.poll() is None:
             process.kill()
             process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     async def _receive(self, socket: zmq.asyncio.Socket, on_message: OnMessage) -> None:
         while True:
-            on_message(decode_from_engine(await socket.recv()))
+            data = await socket.recv()
+            self._remove_folder()  # the two are connected: a process that is killed from here on leaves no file
+            message = decode_from_engine(data)
+            self._runs_loop = self._runs_loop or isinstance(message, Ready)
+            on_message(message)
 
     async def _watch(self, process: subprocess.Popen[bytes], on_exit: OnExit) -> None:
         code = await asyncio.to_thread(process.wait)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from octavo.config import ServerConfig
 from octavo.engine.events import EngineInfo
 from octavo.errors import InvalidRequest, UnsupportedFeature
-from octavo.request import SamplingParams
+from octavo.request import MAX_INT, SamplingParams
 from octavo.server.middleware import REQUEST_ID
 from octavo.server.openai.schema import GenerationBody
 from octavo.server.service import Service
@@ -73,6 +73,8 @@ def parse_options(
             raise InvalidRequest(
                 "continuous_usage_stats needs include_usage.", param="stream_options.continuous_usage_stats"
             )
+    if body.priority is not None and abs(body.priority) > MAX_INT:
+        raise InvalidRequest(f"priority must be between {-MAX_INT} and {MAX_INT}.", param="priority")
     if body.priority and service.config.scheduler.scheduling_policy != "priority":
         raise UnsupportedFeature(
             "priority is not heeded by this server: it runs without --scheduling-policy priority. Leave it out.",
