@@ -13,6 +13,7 @@ _LORA = "adapters are not served yet"
 _SPECULATION = "speculative decoding is not there yet"
 _TOOLS = "tool calls are not parsed yet"
 _GRAMMAR = "structured output is not there yet"
+_LOG = "one line a request is logged, never its text"
 _GPU = "the model runs on the CPU"
 
 FOREIGN_FLAGS = {
@@ -27,8 +28,8 @@ FOREIGN_FLAGS = {
     "--data-parallel-size": _PARALLEL,
     "-dp": _PARALLEL,
     "--device": "use --backend",
-    "--disable-log-requests": "requests are not logged",
-    "--enable-log-requests": "requests are not logged",
+    "--disable-log-requests": _LOG,
+    "--enable-log-requests": _LOG,
     "--hf-overrides": "use --rope-scaling JSON for RoPE; other fields of config.json cannot be overridden",
     "--load-format": "the format is found out from the model's files",
     "--override-generation-config": "use --generation-config vllm and set the values in the request",
