@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from importlib.metadata import version
 
 from octavo.backends.ops import BackendInfo, DType, Ops
@@ -25,6 +26,9 @@ def create_ops(name: str, *, dtype: DType, num_threads: int) -> Ops:
     info = backend_info(name)
     if not info.available:
         raise ConfigError(f"backend {name!r} is not available: {info.detail}.")
+    # PyTorch's OpenMP reads this when it is loaded. By default its threads spin for milliseconds at every barrier:
+    # on cores that they share with the server, a step then took ten times as long as with one thread.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from octavo.backends.reference.ops import ReferenceOps
 
     return ReferenceOps(dtype=dtype, num_threads=num_threads)
