@@ -10,6 +10,7 @@ from tests.backends.definitions import Rows, make_batch
 from octavo.backends.ops import AttentionParams, RopeTable
 from octavo.backends.reference import attention
 from octavo.backends.reference.ops import ReferenceOps
+from octavo.backends.reference.weights import LinearWeight, padded_rows
 
 # How a product rounds by its number of rows belongs to oneDNN and MKL; it was looked into on AVX2.
 bits_are_known = pytest.mark.skipif(
@@ -172,3 +173,17 @@ def test_other_operators_have_the_same_bits_in_any_company(ops, rng, width):
 
 def positions(each: range):
     return make_batch([Rows(1, position + 1, np.zeros((1, 1))) for position in each])
+
+
+def test_products_have_few_sizes_and_a_padded_one_gives_each_row_its_own_bits() -> None:
+    """The library under them compiles and keeps code for every number of rows, so a server would never stop growing."""
+    assert [padded_rows(n) for n in (0, 1, 32, 33, 64, 65, 257, 513)] == [0, 1, 32, 48, 64, 80, 288, 576]
+    assert all(n <= padded_rows(n) < n + max(16, n / 8) for n in range(5000))
+    assert len({padded_rows(n) for n in range(1, 8193)}) < 90
+    generator = torch.Generator().manual_seed(0)
+    weight = LinearWeight(torch.randn(40, 64, generator=generator))
+    x = torch.randn(130, 64, generator=generator)
+    rows = torch.cat([weight.product(x[i : i + 1]) for i in range(len(x))])
+    for num_rows in (31, 32, 33, 47, 49, 65, 127, 129, 130):
+        y = weight.product(x[:num_rows])
+        assert y.shape == (num_rows, 40) and torch.equal(y, rows[:num_rows]), num_rows
