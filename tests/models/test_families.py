@@ -64,6 +64,63 @@ def test_a_key_that_nobody_reads_is_named_in_a_warning(caplog):
     ]
 
 
+# As the releases have them, without what is the same everywhere.
+RELEASES = {
+    "SmolLM2-135M": ("LlamaForCausalLM", {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}),
+    "Llama-3.2-1B": (
+        "LlamaForCausalLM",
+        {
+            "head_dim": 64,
+            "pretraining_tp": 1,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+    ),
+    "Phi-4-mini": (
+        "Phi3ForCausalLM",
+        {
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "mlp_bias": False,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.5] * 6},
+        },
+    ),
+    "gemma-2-2b": ("Gemma2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+    "gemma-3-1b": (
+        "Gemma3ForCausalLM",
+        {"sliding_window_pattern": 6, "rope_local_base_freq": 10000, "attn_logit_softcapping": None},
+    ),
+    "starcoder2-3b": (
+        "Starcoder2ForCausalLM",
+        {
+            "activation_function": "gelu",
+            "attention_softmax_in_fp32": True,
+            "layer_norm_epsilon": 1e-05,
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attn_weights": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("architecture", "changes"), RELEASES.values(), ids=RELEASES)
+def test_configs_of_releases_leave_no_key_unread(architecture, changes, caplog):
+    assert build_spec(config_of(architecture, **changes)).max_context > 0
+    assert not caplog.records
+
+
 # -- windows -----------------------------------------------------------------------------------------------
 
 
@@ -222,6 +279,7 @@ REFUSED = [
     ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config 'gptq'"),
     ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type 'ntk'"),
+    ("LlamaForCausalLM", {"rope_interleaved": True}, "rope_interleaved True"),
     ("LlamaForCausalLM", {"is_encoder_decoder": True}, "is_encoder_decoder True"),
     ("LlamaForCausalLM", {"rope_parameters": {"full_attention": ROPE}}, "rope_parameters for each kind of layer"),
     ("MistralForCausalLM", {"layer_types": ["full_attention"] * 3}, "layer_types"),
@@ -233,6 +291,7 @@ REFUSED = [
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
     ("Gemma3ForCausalLM", {"rope_parameters": ROPE}, "rope_parameters for all layers"),
     ("Gemma3ForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
+    ("Phi3ForCausalLM", {"full_attn_mod": 2}, "full_attn_mod 2"),
     ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias True"),
     ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}, "norm_type 'rms_norm'"),
 ]

@@ -16,6 +16,8 @@ def build(config: ConfigReader, rope_scaling: Mapping[str, Any] | None) -> Decod
     activation = config.activation("hidden_act", "silu")
     attention_bias = config.boolean("attention_bias", False)
     mlp_bias = config.boolean("mlp_bias", False)
+    config.refuse("rope_interleaved")
+    config.ignore("is_llama_config")  # SmolLM
     max_position = config.integer("max_position_embeddings", 2048)
     rope = read_rope(config, RopeFamily(max_position=max_position, head_dim=shape.head_dim), override=rope_scaling)
 

@@ -17,6 +17,8 @@ def build(config: ConfigReader, rope_scaling: Mapping[str, Any] | None) -> Decod
     window = config.optional_integer("sliding_window")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias", "layer_types"):
         config.refuse(key)
+    for key in ("full_attn_mod", "interpolate_factor"):
+        config.refuse(key, unless=(None, 1))
     family = RopeFamily(
         max_position=config.integer("max_position_embeddings", 4096),
         head_dim=shape.head_dim,

@@ -18,6 +18,8 @@ def build(config: ConfigReader, rope_scaling: Mapping[str, Any] | None) -> Decod
     window = config.optional_integer("sliding_window")
     config.refuse("mlp_type", unless=(None, "default"))
     config.refuse("norm_type", unless=(None, "layer_norm"))
+    config.ignore("activation_function", "layer_norm_epsilon")  # older names beside hidden_act and norm_epsilon
+    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights")
     max_position = config.integer("max_position_embeddings", 4096)
     rope = read_rope(config, RopeFamily(max_position=max_position, head_dim=shape.head_dim), override=rope_scaling)
 
