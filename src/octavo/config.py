@@ -299,6 +299,10 @@ def resolve(
         budget = max(_CPU_STEP_TOKENS, scheduler.max_num_seqs)
         why = "short steps keep the gaps between tokens short while prompts are computed"
         decide("max-num-batched-tokens", budget, why)
+    max_num_seqs = scheduler.max_num_seqs
+    if scheduler.enable_chunked_prefill and budget < max_num_seqs:
+        max_num_seqs = budget
+        decide("max-num-seqs", budget, f"a step of {budget} tokens has one for no more requests")
     chunk = budget if scheduler.enable_chunked_prefill else facts.context_len
     kv_request_bytes = partial(_kv_request_bytes, facts, chunk, cache.block_size, dtype)
     weight_bytes = facts.num_parameters * dtype_bytes(dtype)
@@ -319,12 +323,12 @@ def resolve(
                 "memory are free. Use a smaller model or --dtype bfloat16."
             )
         share = int(free_bytes * _KV_SHARE)
-        most = kv_request_bytes(wanted_len) * scheduler.max_num_seqs
+        most = kv_request_bytes(wanted_len) * max_num_seqs
         kv_bytes = min(share, most)
         why = (
             f"{_KV_SHARE:.0%} of the {_gib(free_bytes)} left beside the weights"
             if share < most
-            else f"room for {scheduler.max_num_seqs} requests of {wanted_len} tokens"
+            else f"room for {max_num_seqs} requests of {wanted_len} tokens"
         )
         decide("kv-cache-memory-bytes", _gib(kv_bytes), why)
     if max_model_len is None:
@@ -354,7 +358,7 @@ def resolve(
             served_model_name=names,
         ),
         cache=dataclasses.replace(cache, kv_cache_memory_bytes=kv_bytes),
-        scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=budget),
+        scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs),
     )
     return resolved, decisions
 
@@ -376,4 +380,6 @@ def _longest_fit(longest: int, kv_bytes: int, kv_request_bytes: Callable[[int], 
 
 
 def _gib(size_bytes: int) -> str:
+    if size_bytes < MIB:
+        return f"{size_bytes} bytes"
     return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"

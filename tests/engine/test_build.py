@@ -191,3 +191,15 @@ def test_without_memory_or_backend_nothing_starts() -> None:
 def test_without_chunks_a_step_holds_the_longest_prompt() -> None:
     config, told = resolved(enable_chunked_prefill=False, max_model_len=3000)
     assert config.scheduler.max_num_batched_tokens == 3000 and told["max-num-batched-tokens"] == "3000"
+
+
+def test_no_more_requests_run_than_a_step_has_tokens_for() -> None:
+    """Those behind in order would hold their blocks and never get on."""
+    config, told = resolved(max_num_batched_tokens=8, max_num_seqs=64)
+    assert config.scheduler.max_num_seqs == 8 and told["max-num-seqs"] == "8"
+    assert "max-num-seqs" not in resolved(max_num_batched_tokens=64, max_num_seqs=64)[1]
+
+
+def test_small_sizes_are_told_in_bytes() -> None:
+    with pytest.raises(ConfigError, match="needs 16000 bytes of KV cache, but it has 7 bytes"):
+        resolved(kv_cache_memory_bytes=7, max_model_len=10)
