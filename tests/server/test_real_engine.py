@@ -309,3 +309,23 @@ def test_a_terminated_server_finishes_what_runs_and_leaves_no_process(serve: Ser
     assert [answer.status_code for answer in answers] == [200] * 8
     assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
     assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_request_of_several_prompts_is_ended_by_the_id_of_its_answer(client: httpx.Client) -> None:
+    body = {"prompt": ["one", "two"], "max_tokens": 200, "ignore_eos": True, "request_id": "both"}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.post, "/v1/completions", json=body)
+        deadline = time.monotonic() + 20
+        while client.post("/v1/requests/cmpl-both/abort").status_code != 200:
+            assert time.monotonic() < deadline and not running.done()
+        answer = running.result(30).json()
+    assert "abort" in [choice["finish_reason"] for choice in answer["choices"]]
+    assert client.post("/v1/requests/cmpl-both/abort").status_code == 404
+    settle(client)
+
+
+def test_what_cannot_be_queued_does_not_count_as_queued(client: httpx.Client) -> None:
+    for body in ({"bad_words": [" "], "n": 8}, {"top_k": 2**64 - 1, "n": 8}, {"allowed_token_ids": [5] * 999, "n": 8}):
+        answers = [client.post("/v1/completions", json={"prompt": "a", **body}) for _ in range(10)]
+        assert [answer.status_code for answer in answers] == [400] * 10, answers[0].text
+    assert client.get("/load").json() == {"server_load": 0, "queued": 0}

@@ -65,7 +65,9 @@ async def request_timeline(request: Request, service: Service) -> Response:
 async def abort_request(request: Request, service: Service) -> Response:
     """End a running request; its client gets what there is, with finish_reason 'abort'."""
     request_id = _engine_id(request.path_params["request_id"])
-    if not await service.client.abort(request_id):
+    # Of several prompts each is a request of its own, named ID.0, ID.1 ...
+    names = [request_id, *(f"{request_id}.{index}" for index in range(service.config.server.max_prompts))]
+    if not any([await service.client.abort(name) for name in names]):
         raise NotFound(f"No request {request_id[:80]!r} is running.")
     return JsonResponse({"id": request_id, "aborted": True})
 
