@@ -92,7 +92,7 @@ class SchedulerConfig:
         "continuous",
         "continuous: requests join and leave at every step; static: a batch runs until its last request ends",
     )
-    async_scheduling: bool = option(True, "plan the next step while one runs")
+    async_scheduling: bool = option(True, "plan the next step while one runs, where that pays")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,15 @@ from tests.tiny import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_llama
 
 from octavo.config import Config, ModelFacts, make_config, resolve
 from octavo.engine.llm import LLM
-from octavo.errors import CheckpointError, ConfigError, InvalidRequest, LoadError, StartError, UnsupportedModel
+from octavo.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    LoadError,
+    StartError,
+    TokenizerError,
+    UnsupportedModel,
+)
 from octavo.machine import Machine
 from octavo.request import SamplingParams
 
@@ -203,3 +211,10 @@ def test_no_more_requests_run_than_a_step_has_tokens_for() -> None:
 def test_small_sizes_are_told_in_bytes() -> None:
     with pytest.raises(ConfigError, match="needs 16000 bytes of KV cache, but it has 7 bytes"):
         resolved(kv_cache_memory_bytes=7, max_model_len=10)
+
+
+def test_a_chat_template_that_does_not_compile_ends_the_start(tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for message in messages %}")
+    with pytest.raises(TokenizerError, match="line 1"):
+        load(save_tiny_llama(tmp_path / "tiny"), chat_template=str(template))

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 
 from octavo.cli.flags import Parser, add_config_flags, config_from
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(config: Config, transport: ProcessTransport) -> int:
+    # Until the server listens for signals, Ctrl-C ends the command at once; the engine follows by itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Heavy: --help and mistakes in flags answer without them, and the engine has been started already.
     from octavo.engine.async_engine import AsyncEngine
     from octavo.engine.build import load_model_tokenizer

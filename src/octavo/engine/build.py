@@ -44,8 +44,11 @@ def find_model(config: Config) -> LocalModel:
 
 
 def load_model_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer and chat template that requests for this model need."""
-    return load_tokenizer(find_model(config).path, config.model.tokenizer, chat_template=config.model.chat_template)
+    """The tokenizer and chat template that requests for this model need. Raises TokenizerError."""
+    model = config.model
+    tokenizer = load_tokenizer(find_model(config).path, model.tokenizer, chat_template=model.chat_template)
+    _ = tokenizer.chat_template  # compiled here: a broken template is the operator's to hear of, not a client's
+    return tokenizer
 
 
 def build_engine(config: Config, progress: Progress = lambda phase, done, total: None) -> tuple[EngineCore, EngineInfo]:
