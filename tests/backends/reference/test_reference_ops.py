@@ -155,7 +155,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(rng, in_size, out_s
 def test_other_operators_have_the_same_bits_in_any_company(ops, rng, width):
     x, y, weight = random(rng, 301, width), random(rng, 301, width), random(rng, width)
     head_rows = x.view(301, 2, width // 2)
-    table = RopeTable(width // 2, (np.linspace(1, 0.01, width // 4).astype(np.float32),), (1.0,))
+    table = RopeTable(width // 4 * 2, (np.linspace(1, 0.01, width // 4).astype(np.float32),), (1.0,))
     functions = {
         "rms_norm": lambda rows: ops.rms_norm(x[rows], weight, eps=1e-6, offset=1.0),
         "layer_norm": lambda rows: ops.layer_norm(x[rows], weight, weight, eps=1e-6),

@@ -71,7 +71,7 @@ class ReferenceOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0) -> torch.Tensor:
         y = x.float()
         y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        return y.mul_(weight if offset == 0.0 else weight + offset).to(self._dtype)
+        return self._rounded(y.mul_(weight if offset == 0.0 else weight + offset))
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float
@@ -80,11 +80,11 @@ class ReferenceOps:
         y = y - y.mean(-1, keepdim=True)
         y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         y.mul_(weight)
-        return (y if bias is None else y.add_(bias)).to(self._dtype)
+        return self._rounded(y if bias is None else y.add_(bias))
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = weight.product(x.float())
-        return (y if bias is None else y.add_(bias)).to(self._dtype)
+        return self._rounded(y if bias is None else y.add_(bias))
 
     def split(self, x: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         return torch.split(x, list(sizes), dim=-1)
@@ -94,10 +94,13 @@ class ReferenceOps:
 
     def rope(self, x: torch.Tensor, batch: ForwardBatch, table: RopeTable) -> torch.Tensor:
         cos, sin = self._step_of(batch).rotations(table, self._device)
-        half = table.rotary_dim // 2
         y = x.float()
-        first, second, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(self._dtype)
+        turned = y[..., : table.rotary_dim]
+        # (x1, x2) cos + (x2, x1) (-sin, sin)
+        turned = (turned * cos).add_(turned.roll(table.rotary_dim // 2, dims=-1).mul_(sin))
+        if table.rotary_dim < y.shape[-1]:
+            turned = torch.cat([turned, y[..., table.rotary_dim :]], dim=-1)
+        return self._rounded(turned)
 
     def attend(
         self,
@@ -119,28 +122,28 @@ class ReferenceOps:
         cache.rows.index_copy_(0, rows + cache.first_row(layer_in_block, 1), v.reshape(-1, params.head_dim))
         if self._naive_attention:
             out = attend_naive(q, cache, batch, params, group=group, layer_in_block=layer_in_block, sinks_H=sinks)
-            return out.to(self._dtype)
+            return self._rounded(out)
         segments = step.segments(cache, group, params)
         outputs = [
             attend_segment(q, cache, segment, params, layer_in_block=layer_in_block, sinks_H=sinks)
             for segment in segments
         ]
         if len(segments) == 1 and isinstance(segments[0].tokens, slice):
-            return outputs[0].to(self._dtype)
+            return self._rounded(outputs[0])
         out = torch.empty((len(q), params.num_heads * params.head_dim), dtype=self._dtype, device=self._device)
         for segment, output in zip(segments, outputs, strict=True):
-            out[segment.tokens] = output.to(self._dtype)
+            out[segment.tokens] = self._rounded(output)
         return out
 
     def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
-        return _activate(x.float(), kind).to(self._dtype)
+        return self._rounded(_activate(x.float(), kind))
 
     def gated_activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
         gate, up = x.float().chunk(2, dim=-1)
-        return _activate(gate, kind).mul_(up).to(self._dtype)
+        return self._rounded(_activate(gate, kind).mul_(up))
 
     def add(self, x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        return torch.add(x.float(), y.float(), alpha=scale).to(self._dtype)
+        return self._rounded(torch.add(x.float(), y.float(), alpha=scale))
 
     def rows(self, x: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         return x.index_select(0, torch.from_numpy(rows).to(self._device))
@@ -165,6 +168,9 @@ class ReferenceOps:
     def to_numpy(self, x: torch.Tensor) -> np.ndarray:
         return np.asarray(x.float().cpu().numpy())
 
+    def _rounded(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self._dtype is torch.float32 else y.to(self._dtype)
+
     def _step_of(self, batch: ForwardBatch) -> _Step:
         if self._step is None or self._step.batch is not batch:
             self._step = _Step(batch)
@@ -181,14 +187,15 @@ class _Step:
         self._segments: dict[tuple[int, AttentionParams], list[Segment]] = {}
 
     def rotations(self, table: RopeTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of every token, each [T, 1, rotary_dim / 2] float32."""
+        """(cos, cos) and (-sin, sin) of every token, each [T, 1, rotary_dim] float32."""
         if table not in self._rotations:
             variants = torch.from_numpy(np.minimum(self.batch.rope_variants, len(table.inv_freq) - 1))
             inv_freq = torch.from_numpy(np.stack(table.inv_freq))[variants]
             factor = torch.tensor(table.attention_factor, dtype=torch.float32)[variants, None]
             angles = torch.from_numpy(self.batch.positions).float()[:, None] * inv_freq
-            cos, sin = (function(angles).mul_(factor)[:, None].to(device) for function in (torch.cos, torch.sin))
-            self._rotations[table] = cos, sin
+            cos, sin = torch.cos(angles).mul_(factor), torch.sin(angles).mul_(factor)
+            pairs = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+            self._rotations[table] = pairs[0][:, None].to(device), pairs[1][:, None].to(device)
         return self._rotations[table]
 
     def written_rows(self, cache: ReferenceKvCache, group: int) -> torch.Tensor:
