@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tests.golden.architectures import ARCHITECTURES, NUM_GENERATED, GoldenModel, Maker
 from tests.golden.paged_runner import PagedRunner, PagedSequence
 
@@ -50,3 +51,19 @@ def test_ragged_batches(golden_model: Maker, name: str, block_size: int):
     sequences = paged.generate(model.prompts, NUM_GENERATED, lambda left: int(rng.integers(0, min(left, 15) + 1)))
     for prompt, sequence in zip(model.prompts, sequences, strict=True):
         check(model, prompt, sequence)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX2" or not torch.backends.mkl.is_available(),
+    reason="bits of the reference's products are known for AVX2 with MKL",
+)
+@pytest.mark.parametrize("name", ["llama-mha-biases-tied", "gemma2", "gemma3-scaled", "phi3-longrope", "starcoder2"])
+def test_every_path_gives_the_same_bits(golden_model: Maker, name: str):
+    model = golden_model(name)
+    rng = np.random.default_rng(0)
+    whole = [runner(model, 16).generate([prompt], NUM_GENERATED)[0] for prompt in model.prompts]
+    by_token = runner(model, 1).generate(model.prompts, NUM_GENERATED, lambda left: 1)
+    ragged = runner(model, 32).generate(model.prompts, NUM_GENERATED, lambda left: int(rng.integers(0, left + 1)))
+    for sequences in zip(whole, by_token, ragged, strict=True):
+        logits = [np.stack(sequence.logits) for sequence in sequences]
+        assert (logits[0] == logits[1]).all() and (logits[0] == logits[2]).all()
