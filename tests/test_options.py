@@ -152,7 +152,7 @@ def test_unknown_environment_variables_are_warned_about() -> None:
     environ = {"OCTAVO_API_KEY": "k", "OCTAVO_API_KEYS": "k", "PATH": "/bin"}
     options, warnings = read_environment(environ)
     assert options == {"api_key": ("k",)}
-    assert warnings == ["environment variable OCTAVO_API_KEYS is not known; did you mean OCTAVO_API_KEY?."]
+    assert warnings == ["environment variable OCTAVO_API_KEYS is not known; did you mean OCTAVO_API_KEY?"]
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0"), (1000, "1000"), (1536, "1536"), (2048, "2KiB"), (2**33, "8GiB")])

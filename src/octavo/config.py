@@ -127,7 +127,9 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = option(True, "report cached prompt tokens in usage")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream sends a comment; 0 turns it off")
     body_timeout_s: float = option(30.0, "seconds that a client may take to send its request body")
-    drain_timeout_s: float = option(30.0, "seconds that running requests may take to finish after SIGTERM")
+    drain_timeout_s: float = option(
+        30.0, "seconds that running requests may take to finish after SIGTERM or Ctrl-C; a second one ends them"
+    )
     engine_start_timeout_s: float = option(600.0, "seconds that the engine may take to load the model")
     served_requests_kept: int = option(256, "finished requests whose timeline /v1/requests/{id} still shows")
 
@@ -161,7 +163,7 @@ def make_config(options: Mapping[str, Any], *, base: Config | None = None) -> Co
     for name, value in options.items():
         found = all_options().get(name)
         if found is None:
-            raise ConfigError(f"unknown option {name!r}{did_you_mean(name, all_options())}.")
+            raise ConfigError(f"unknown option {name!r}{did_you_mean(name, all_options()) or '.'}")
         sections.setdefault(found.section, {})[name] = found.check(value)
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
@@ -185,7 +187,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             for name, entry in value.items():
                 _take(options, name, entry, section=key, where=f"[{key}] in {path}")
         elif isinstance(value, dict) and _field_name(key) not in all_options():
-            raise ConfigError(f"unknown section [{key}] in {path}{did_you_mean(key, SECTIONS)}.")
+            raise ConfigError(f"unknown section [{key}] in {path}{did_you_mean(key, SECTIONS) or '.'}")
         else:
             _take(options, key, value, section=None, where=str(path))
     return options
@@ -195,7 +197,7 @@ def _take(options: dict[str, Any], key: str, value: Any, *, section: str | None,
     name = _field_name(key)
     found = all_options().get(name)
     if found is None:
-        raise ConfigError(f"unknown option {key!r} in {where}{did_you_mean(name, all_options())}.")
+        raise ConfigError(f"unknown option {key!r} in {where}{did_you_mean(name, all_options()) or '.'}")
     if section is not None and found.section != section:
         raise ConfigError(f"option {key!r} stands under {where}; it belongs under [{found.section}].")
     if name in options:
@@ -228,7 +230,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> tuple[dict[str,
     """The options that the environment sets, and a warning for each OCTAVO_ variable that means nothing."""
     options = {"api_key": (environ["OCTAVO_API_KEY"],)} if environ.get("OCTAVO_API_KEY") else {}
     unknown = [name for name in sorted(environ) if name.startswith("OCTAVO_") and name not in ENVIRONMENT]
-    return options, [f"environment variable {name} is not known{did_you_mean(name, ENVIRONMENT)}." for name in unknown]
+    return options, [
+        f"environment variable {name} is not known{did_you_mean(name, ENVIRONMENT) or '.'}" for name in unknown
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +271,7 @@ def resolve(
 ) -> tuple[Config, list[Decision]]:
     """Fill in what depends on the model and the machine. Pure: the same inputs give the same config.
 
-    `backends` are those that can run here, best first. Raises ConfigError with the way out.
+    `backends` are those that can run here, best first, at least one. Raises ConfigError with the way out.
     """
     decisions: list[Decision] = []
 
@@ -277,8 +281,6 @@ def resolve(
     model, cache, scheduler = config.model, config.cache, config.scheduler
     backend: Any = model.backend
     if backend == "auto":
-        if not backends:
-            raise ConfigError("no backend can run here; octavo info says why. Way out: pip install 'octavo[torch]'.")
         backend = backends[0]
         decide("backend", backend, "the best one available here")
     dtype: Any = model.dtype

@@ -159,7 +159,8 @@ class Option:
 
     def _refuse(self, value: Any, why: str) -> ConfigError:
         shown = value if isinstance(value, str) else repr(value)
-        return ConfigError(f"{self.flag} is {shown!s}; {why}." if shown else f"{self.flag} is empty; {why}.")
+        end = "" if why.endswith("?") else "."
+        return ConfigError(f"{self.flag} is {shown}; {why}{end}" if shown else f"{self.flag} is empty; {why}{end}")
 
 
 @functools.cache

@@ -189,11 +189,9 @@ def test_mistakes_name_the_way_out(options: dict[str, Any], message: str) -> Non
         resolved(**options)
 
 
-def test_without_memory_or_backend_nothing_starts() -> None:
+def test_without_memory_nothing_starts() -> None:
     with pytest.raises(StartError, match="memory are free"):
         resolved(machine=replace(MACHINE, memory_available_bytes=GIB))
-    with pytest.raises(StartError, match="octavo info"):
-        resolve(make_config({}), FACTS, MACHINE, [])
 
 
 def test_without_chunks_a_step_holds_the_longest_prompt() -> None:

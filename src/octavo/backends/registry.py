@@ -17,8 +17,21 @@ def backend_info(name: str) -> BackendInfo:
     if name != "reference":
         raise ConfigError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}.")
     if importlib.util.find_spec("torch") is None:
-        return BackendInfo(name, False, "PyTorch is not installed: pip install 'octavo[torch]'")
+        return BackendInfo(
+            name,
+            False,
+            "PyTorch is not installed: pip install 'octavo[torch]' (without a GPU, a CPU build of it is enough)",
+        )
     return BackendInfo(name, True, f"torch {version('torch')}")
+
+
+def available_backends() -> list[str]:
+    """The backends that can run here, best first. Raises ConfigError with the way out when none can."""
+    infos = [backend_info(name) for name in BACKENDS]
+    if not any(info.available for info in infos):
+        reasons = "; ".join(f"{info.name}: {info.detail}" for info in infos)
+        raise ConfigError(f"no backend can run here. {reasons}.")
+    return [info.name for info in infos if info.available]
 
 
 def create_ops(name: str, *, dtype: DType, num_threads: int) -> Ops:

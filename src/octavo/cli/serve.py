@@ -9,8 +9,9 @@ import logging
 import signal
 import sys
 
+from octavo.backends.registry import available_backends
 from octavo.cli.flags import Parser, add_config_flags, config_from
-from octavo.config import Config
+from octavo.config import MIB, Config
 from octavo.engine.transport import ProcessTransport
 from octavo.errors import StartError
 
@@ -21,6 +22,7 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
+    available_backends()  # whoever cannot serve should not listen first
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s", stream=sys.stderr)
     transport = ProcessTransport()
     transport.spawn(config)  # the engine loads while the server's imports run
@@ -65,8 +67,8 @@ def _serve(config: Config, transport: ProcessTransport) -> int:
         for name, value, why in info.decisions:
             _print(f"  {name} = {value}  ({why})")
         _print(
-            f"ready: {info.model} as {', '.join(info.served_model_names)}; {info.num_blocks} KV blocks of "
-            f"{info.block_size} tokens, {info.kv_bytes_per_token} bytes a token"
+            f"ready: {info.model} as {', '.join(info.served_model_names)}; "
+            f"KV cache of {info.kv_cache_bytes / MIB:.0f} MiB, room for {info.max_concurrency:.1f} requests of {info.max_model_len} tokens"
         )
 
     with contextlib.closing(asyncio.Runner(loop_factory=new_event_loop)) as runner:

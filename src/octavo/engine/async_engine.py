@@ -284,6 +284,8 @@ class AsyncEngine:
                 self.metrics.engine_ready(message.info)
                 if self._state == "starting":
                     self._set_state("ready", "ready")
+                    if self._num_restarts:
+                        logger.info("the engine is ready again")
             case StartFailed() if self._num_restarts:
                 # It has run before, so what stands against it may pass: `_on_exit` tries again.
                 self._restart_failure = message.message

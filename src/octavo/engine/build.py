@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from octavo.backends.registry import BACKENDS, backend_info, create_ops
+from octavo.backends.registry import available_backends, create_ops
 from octavo.config import Config, ModelFacts, cache_dir, dtype_bytes, resolve
 from octavo.engine.core import EngineCore
 from octavo.engine.events import EngineInfo
@@ -59,8 +59,7 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
     tokenizer = load_model_tokenizer(config)
     spec = build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
     layers = [LayerKv(a.num_kv_heads, a.head_dim, a.window) for a in (layer.attention for layer in spec.layers)]
-    backends = [name for name in BACKENDS if backend_info(name).available]
-    config, decisions = resolve(config, _facts(checkpoint, spec, layers), detect_machine(), backends)
+    config, decisions = resolve(config, _facts(checkpoint, spec, layers), detect_machine(), available_backends())
     model, dtype, max_model_len = config.model, config.model.dtype, config.model.max_model_len
     kv_memory, threads = config.cache.kv_cache_memory_bytes, config.model.threads
     assert dtype != "auto" and max_model_len and kv_memory and threads, "resolve() decides these"
@@ -80,6 +79,7 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         progress=lambda done, total: progress("loading weights", done, total),
     )
     num_blocks = cache_spec.num_blocks_for(kv_memory)
+    chunk = min(config.scheduler.max_num_batched_tokens or max_model_len, max_model_len)
     cache = ops.kv_cache(
         num_blocks=num_blocks,
         block_size=cache_spec.block_size,
@@ -117,6 +117,8 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         block_size=cache_spec.block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=cache_spec.bytes_per_token,
+        kv_cache_bytes=num_blocks * cache_spec.bytes_per_block,
+        max_concurrency=num_blocks / cache_spec.max_blocks_per_request(max_model_len, chunk),
         backend=model.backend,
         dtype=dtype,
         decisions=tuple((line.field, line.value, line.why) for line in decisions),

@@ -80,6 +80,8 @@ class EngineInfo:
     block_size: int = 0
     num_blocks: int = 0
     kv_bytes_per_token: int = 0
+    kv_cache_bytes: int = 0
+    max_concurrency: float = 0.0  # requests of max_model_len tokens that the KV cache holds at once
     backend: str = ""
     dtype: str = ""
     decisions: tuple[tuple[str, str, str], ...] = ()  # (field, value, why) of resolve()

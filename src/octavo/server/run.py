@@ -115,7 +115,10 @@ class HttpServer:
 
     def shut_down(self) -> None:
         if self._drain is None:
-            logger.info("shutting down: running requests have %g s to finish", self._config.drain_timeout_s)
+            logger.info(
+                "shutting down: running requests have %g s to finish (--drain-timeout-s); a second signal ends them",
+                self._config.drain_timeout_s,
+            )
             self._drain = asyncio.create_task(self._drain_and_stop())
         else:
             self._abort.set()
