@@ -66,9 +66,10 @@ def _serve(config: Config, transport: ProcessTransport) -> int:
             ) from None
         for name, value, why in info.decisions:
             _print(f"  {name} = {value}  ({why})")
+        _print(f"ready: {info.model} as {', '.join(info.served_model_names)}")
         _print(
-            f"ready: {info.model} as {', '.join(info.served_model_names)}; "
-            f"KV cache of {info.kv_cache_bytes / MIB:.0f} MiB, room for {info.max_concurrency:.1f} requests of {info.max_model_len} tokens"
+            f"KV cache of {info.kv_cache_bytes / MIB:.0f} MiB: room for {info.max_concurrency:.1f} requests of "
+            f"{info.max_model_len} tokens"
         )
 
     with contextlib.closing(asyncio.Runner(loop_factory=new_event_loop)) as runner:
