@@ -111,11 +111,11 @@ def test_a_window_bounds_what_is_read(ops):
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_of_a_token_has_the_same_bits_in_any_company(rng, params, has_sinks):
-    arena = Arena(rng, params, [300, 20, 1, 77, 129, 64])
+    arena = Arena(rng, params, [150, 20, 1, 77, 129, 64])
     sinks = random(rng, params.num_heads) if has_sinks else None
     alone = [arena.run(ops_of(2), [[(r, length)]], sinks)[r] for r, length in enumerate(arena.lengths)]
     token_by_token = arena.run(
-        ops_of(1), [[(r, 1) for r, n in enumerate(arena.lengths) if n > t] for t in range(300)], sinks
+        ops_of(1), [[(r, 1) for r, n in enumerate(arena.lengths) if n > t] for t in range(150)], sinks
     )
     ragged = arena.run(ops_of(2), ragged_steps(rng, arena.lengths), sinks)
     for a, b, c in zip(alone, token_by_token, ragged, strict=True):
