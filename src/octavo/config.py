@@ -251,7 +251,7 @@ class ModelFacts:
     context_len: int  # as trained, or as extended by its own RoPE scaling
     stored_dtype: str  # "F32", "BF16" ..., the type of most weights
     has_block_types: bool  # some weights are GGUF blocks
-    num_parameters: int
+    num_parameters: int  # a tied head counted as one of its own: backends pack it separately
     # (tokens, most of them in one step, block size, bytes a value) -> KV of one request
     kv_request_bytes: Callable[[int, int, int, int], int]
 
@@ -307,7 +307,8 @@ def resolve(
         decide("max-num-seqs", budget, f"a step of {budget} tokens has one for no more requests")
     chunk = budget if scheduler.enable_chunked_prefill else facts.context_len
     kv_request_bytes = partial(_kv_request_bytes, facts, chunk, cache.block_size, dtype)
-    weight_bytes = facts.num_parameters * dtype_bytes(dtype)
+    # The reference backend holds every weight in float32, whatever it computes in.
+    weight_bytes = facts.num_parameters * (4 if backend == "reference" else dtype_bytes(dtype))
     free_bytes = machine.memory_available_bytes - weight_bytes
     max_model_len = model.max_model_len
     context_len = facts.context_len
@@ -321,8 +322,8 @@ def resolve(
     if kv_bytes is None:
         if free_bytes <= 0:
             raise ConfigError(
-                f"the weights need {_gib(weight_bytes)} in {dtype}, but {_gib(machine.memory_available_bytes)} of "
-                "memory are free. Use a smaller model or --dtype bfloat16."
+                f"the weights need {_gib(weight_bytes)} on the {backend} backend, but "
+                f"{_gib(machine.memory_available_bytes)} of memory are free. Use a smaller model."
             )
         share = int(free_bytes * _KV_SHARE)
         most = kv_request_bytes(wanted_len) * max_num_seqs

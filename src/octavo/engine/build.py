@@ -136,7 +136,8 @@ def _facts(checkpoint: Checkpoint, spec: DecoderSpec, layers: list[LayerKv]) -> 
         context_len=spec.max_context,
         stored_dtype=checkpoint.dtype_name,
         has_block_types=checkpoint.has_block_types,
-        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+        + spec.tied_head * math.prod(spec.head.shape),
         kv_request_bytes=kv_request_bytes,
     )
 
