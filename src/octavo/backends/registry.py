@@ -41,7 +41,7 @@ def create_ops(name: str, *, dtype: DType, num_threads: int) -> Ops:
         raise ConfigError(f"backend {name!r} is not available: {info.detail}.")
     # PyTorch's OpenMP reads this when it is loaded. By default its threads spin for milliseconds at every barrier:
     # on cores that they share with the server, a step then took ten times as long as with one thread.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     from octavo.backends.reference.ops import ReferenceOps
 
     return ReferenceOps(dtype=dtype, num_threads=num_threads)
