@@ -90,7 +90,7 @@ def naive(
         extend()
         scores.append(score(len(token_ids) - 1))
         token_ids.append(pick(scores[-1], seed))
-        if len(scores) >= min_tokens:
+        if min_tokens <= len(scores) < max_tokens:
             if eos and token_ids[-1] == EOS:
                 return Answer(tuple(token_ids[len(prompt) :]), "stop", None, prompt_scores, tuple(scores))
             if token_ids[-1] in stop_token_ids:

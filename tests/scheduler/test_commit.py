@@ -32,9 +32,9 @@ def test_a_stop_token_names_itself() -> None:
     assert ending([EOS], stop_token_ids=(EOS,)) == ([EOS], "stop", None)
 
 
-def test_max_tokens_ends_with_length_unless_the_last_token_stops() -> None:
+def test_max_tokens_ends_with_length_whatever_the_last_token_is() -> None:
     assert ending([7] * 9, 3) == ([7, 7, 7], "length", None)
-    assert ending([7, 7, EOS], 3) == ([7, 7, EOS], "stop", None)
+    assert ending([7, 7, EOS], 3) == ([7, 7, EOS], "length", None)
 
 
 def test_nothing_stops_before_min_tokens() -> None:

@@ -52,17 +52,22 @@ class Live:
         )
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take one sampled token; the reason if it ends the request. The ending token is part of the output."""
+        """Take one sampled token; the reason if it ends the request. The ending token is part of the output.
+
+        At the limit the reason is the limit, even if the last token would have ended the answer: as in vLLM.
+        """
         request = self.request
         request.token_ids.append(token_id)
         num_output = len(request.token_ids) - len(request.prompt_token_ids)
+        if num_output >= request.max_tokens:
+            return FinishReason.LENGTH
         if num_output >= request.sampling.min_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.STOP
             if token_id in self.stop_token_ids:
                 request.stop_reason = token_id
                 return FinishReason.STOP
-        return FinishReason.LENGTH if num_output >= request.max_tokens else None
+        return None
 
 
 @dataclass(eq=False, slots=True)
