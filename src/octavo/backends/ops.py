@@ -11,7 +11,7 @@ D head size, E hidden size, F intermediate size, V vocabulary, G KV groups, B bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -210,6 +210,3 @@ class BackendInfo:
     name: str
     available: bool
     detail: str  # versions when available, else why not and the way out
-
-
-BackendFactory = Callable[..., Ops]

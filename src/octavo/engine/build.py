@@ -11,7 +11,7 @@ from octavo.config import Config, ModelFacts, cache_dir, dtype_bytes, resolve
 from octavo.engine.core import EngineCore
 from octavo.engine.events import EngineInfo
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.errors import UnsupportedModel
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cache_spec import KvCacheSpec, LayerKv, make_cache_spec
 from octavo.kv_cache.prefix_cache import model_identity
@@ -63,10 +63,6 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
     model, dtype, max_model_len = config.model, config.model.dtype, config.model.max_model_len
     kv_memory, threads = config.cache.kv_cache_memory_bytes, config.model.threads
     assert dtype != "auto" and max_model_len and kv_memory and threads, "resolve() decides these"
-    if dtype == "float16" and spec.float16_overflows:
-        raise ConfigError(
-            f"{spec.architecture} overflows in float16: its activations exceed 65504. Use --dtype bfloat16 or float32."
-        )
 
     ops = create_ops(model.backend, dtype=dtype, num_threads=threads)
     cache_spec = make_cache_spec(layers, block_size=config.cache.block_size, dtype_bytes=dtype_bytes(dtype))
