@@ -1,4 +1,4 @@
-#include "ops/bf16.h"
+#include "ops/functions.h"
 
 #include "isa/current.h"
 
