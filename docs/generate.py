@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.cli.flags import help_text
-from octavo.cli.foreign_flags import FOREIGN_FLAGS
-from octavo.cli.main import COMMANDS, command_parser
+from octavo.cli.foreign_flags import FOREIGN_BENCH_FLAGS, FOREIGN_FLAGS
+from octavo.cli.main import COMMANDS, command_parser, module_of
 from octavo.config import ENVIRONMENT, SECTIONS, all_options
 from octavo.options import Option
 
@@ -20,8 +20,8 @@ _INTRODUCTION = """\
 
 This page is made from the program by `make docs`. `octavo COMMAND --help` says the same.
 
-Flags may be spelled with hyphens or underscores; none can be abbreviated. `octavo serve`, `chat` and `run-batch`
-read their options from, in this order: the command line, the environment, the TOML file that `--config` names,
+Flags may be spelled with hyphens or underscores; none can be abbreviated. All commands but `pull`, `info` and
+`bench serve` read their options from, in this order: the command line, the environment, the TOML file that `--config` names,
 the defaults. In the file an option stands at the top level or under its section:
 
 ```toml
@@ -54,7 +54,7 @@ def page() -> str:
     parts.append("## Coming from vLLM, SGLang or llama.cpp\n")
     parts.append("Flags of theirs that have no twin of the same meaning here:\n")
     by_advice: dict[str, list[str]] = {}
-    for flag, advice in FOREIGN_FLAGS.items():
+    for flag, advice in (FOREIGN_FLAGS | FOREIGN_BENCH_FLAGS).items():
         by_advice.setdefault(advice, []).append(f"`{flag}`")
     parts.append(_table(("flag", "here"), [(", ".join(flags), advice) for advice, flags in by_advice.items()]))
     return "\n".join(parts)
@@ -62,7 +62,7 @@ def page() -> str:
 
 def _command(name: str) -> Iterable[str]:
     parser = command_parser(name)
-    importlib.import_module(f"octavo.cli.{name.replace('-', '_')}").add_flags(parser)
+    importlib.import_module(module_of(name)).add_flags(parser)
     usage, description = COMMANDS[name]
     yield f"## octavo {name}\n\n{description}\n"
     yield f"```\noctavo {name} {usage}\n```\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.main import COMMANDS, command_parser
+from octavo.cli.main import COMMANDS, command_parser, module_of
 from octavo.models.registry import BUILDERS
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def all_flags() -> set[str]:
     flags: set[str] = set()
     for name in COMMANDS:
         parser = command_parser(name)
-        importlib.import_module(f"octavo.cli.{name.replace('-', '_')}").add_flags(parser)
+        importlib.import_module(module_of(name)).add_flags(parser)
         flags |= set(parser.flags)
     return flags
 
@@ -76,8 +76,8 @@ def test_make_targets_that_are_named_exist() -> None:
 
 def test_commands_that_are_named_exist() -> None:
     for page, text in TEXT.items():
-        for command in re.findall(r"[`$] ?octavo ([a-z][a-z-]*)", text):
-            assert command in COMMANDS, f"{page}: octavo {command}"
+        for command in re.findall(r"[`$] ?octavo ((?:bench )?[a-z][a-z-]*)", text):
+            assert command in (*COMMANDS, "bench"), f"{page}: octavo {command}"
 
 
 def test_flags_that_are_named_exist() -> None:

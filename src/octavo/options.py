@@ -37,7 +37,10 @@ def option(
     at_least: float | None = 0,
     at_most: float | None = None,
 ) -> Any:
-    """A config field that is also the flag --field-name. The bounds are those of numbers, both included."""
+    """A config field that is also the flag --field-name. The bounds are those of numbers, both included.
+
+    A number may be infinite where `at_most` is math.inf.
+    """
     metadata = {"help": help, "metavar": metavar, "aliases": aliases, "at_least": at_least, "at_most": at_most}
     if isinstance(default, list | dict | tuple):
         return field(default_factory=lambda: default, metadata=metadata)
@@ -91,7 +94,7 @@ class Option:
                 return self._bounded(self._size(value))
             case "integer" | "bytes" if isinstance(value, int) and not isinstance(value, bool):
                 return self._bounded(value)
-            case "number" if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            case "number" if isinstance(value, int | float) and not isinstance(value, bool) and self._is_number(value):
                 return self._bounded(float(value))
             case "switch" if isinstance(value, bool):
                 return value
@@ -122,6 +125,9 @@ class Option:
         if self.kind == "switch":
             return "on" if value else "off"
         return f"{value:g}" if self.kind == "number" else str(value)
+
+    def _is_number(self, value: float) -> bool:
+        return math.isfinite(value) or value == self.at_most
 
     def _bounded(self, value: float) -> Any:
         below = self.at_least is not None and value < self.at_least

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli.main import COMMANDS, main
+from octavo.cli.main import COMMANDS, main, module_of
 
 FOLDER = Path(sys.modules["octavo.cli.main"].__file__ or "").parent
 
 
 def test_every_command_has_its_file() -> None:
-    assert all((FOLDER / f"{name.replace('-', '_')}.py").is_file() for name in COMMANDS)
+    assert all((FOLDER / f"{module_of(name).rpartition('.')[2]}.py").is_file() for name in COMMANDS)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

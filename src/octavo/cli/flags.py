@@ -28,6 +28,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=_width()),
         )
+        self.foreign_flags = dict(FOREIGN_FLAGS)  # of other engines -> what to use instead
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -48,8 +49,8 @@ class Parser(argparse.ArgumentParser):
         is_flag = word.startswith("-") and word != "-" and re.fullmatch(r"-[0-9.].*", word) is None
         if not is_flag or word in self.flags:
             return
-        if word in FOREIGN_FLAGS:
-            raise ConfigError(f"{self.prog} has no {word}: {FOREIGN_FLAGS[word]}.")
+        if word in self.foreign_flags:
+            raise ConfigError(f"{self.prog} has no {word}: {self.foreign_flags[word]}.")
         if not word.startswith("--") and word[:2] in self.flags:  # -iFILE
             return
         if word.removeprefix("--no-").removeprefix("--").replace("-", "_") in all_options():
@@ -82,18 +83,26 @@ def add_config_flags(parser: Parser, names: Collection[str] | None = None) -> No
         group = parser.add_argument_group(section, (section_class.__doc__ or "").strip().partition("\n")[0])
         for option in options:
             if option.section == section:
-                _add_flag(group, option)
+                text = "the same as MODEL" if option.name == "model" else help_text(option)
+                add_flag(group, option, dest=option.name, text=text)
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+def add_flag(
+    group: argparse._ArgumentGroup, option: Option, *, dest: str, text: str, lists_take_several: bool = False
+) -> None:
+    """The flag of `option`; what is given is left in `dest` as it was typed, for `parse_given`.
+
+    A list is given entry by entry, one flag each; `lists_take_several` allows several entries after one flag, for
+    commands without positional arguments.
+    """
     spellings = [option.flag, *option.aliases]
-    text = "the same as MODEL" if option.name == "model" else help_text(option)
-    common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if option.kind == "switch":
         group.add_argument(*spellings, action=argparse.BooleanOptionalAction, **common)
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.metavar
-    group.add_argument(*spellings, metavar=metavar, action="append" if option.kind == "list" else "store", **common)
+    several: dict[str, Any] = {"action": "extend", "nargs": "+"} if lists_take_several else {"action": "append"}
+    group.add_argument(*spellings, metavar=metavar, **(several if option.kind == "list" else {}), **common)
 
 
 def help_text(option: Option) -> str:
@@ -113,7 +122,9 @@ def config_from(args: argparse.Namespace) -> Config:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options given on the command line, by field name."""
-    given = {name: _parse(option, getattr(args, name)) for name, option in all_options().items() if hasattr(args, name)}
+    given = {
+        name: parse_given(option, getattr(args, name)) for name, option in all_options().items() if hasattr(args, name)
+    }
     if args.positional_model is not None:
         if given.get("model", args.positional_model) != args.positional_model:
             raise ConfigError(f"two models are given: {args.positional_model} and --model {given['model']}.")
@@ -121,7 +132,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _parse(option: Option, given: Any) -> Any:
+def parse_given(option: Option, given: Any) -> Any:
+    """The value of `option` that its flag was given. Raises ConfigError."""
     if option.kind == "switch":
         return given
     return tuple(option.parse(text) for text in given) if option.kind == "list" else option.parse(given)

@@ -94,3 +94,15 @@ FOREIGN_FLAGS = {
     "--model-draft": _SPECULATION,
     "--grammar": _GRAMMAR,
 }
+
+# Of vLLM's benchmarks, for `octavo bench`.
+FOREIGN_BENCH_FLAGS = {
+    "--endpoint-type": "use --backend",
+    "--self-timed": "a trace is sent at its own times unless --request-rate is given",
+    "--timed-trace-sec-multiplier": "the unit of a trace's times is known; --trace-speedup X makes it faster",
+    "--no-oversample": "no prompt is sent twice: a short file makes a short benchmark",
+    "--skip-chat-template": "prompts are sent as they are; --backend openai-chat leaves the template to the server",
+    "--ramp-up-strategy": "the rate of requests is constant: --request-rate X",
+    "--num-iters-cold": "use --num-iters N",
+    "--num-iters-warm": "use --num-iters N",
+}

@@ -17,11 +17,16 @@ from octavo.config import read_environment
 from octavo.errors import ConfigError, OctavoError, StartError
 from octavo.options import did_you_mean
 
-# Command -> (usage, what it does). Its module is imported only when it runs: `octavo pull` needs no server.
+# Command, of one word or two -> (usage, what it does). Its module is imported only when it runs: `octavo pull` needs
+# no server.
 COMMANDS = {
     "serve": ("[MODEL] [options]", "Serve a model over HTTP, with the API of OpenAI."),
     "chat": ("[MODEL] [options]", "Talk to a model in the terminal, here or on a running server."),
     "run-batch": ("[MODEL] -i INPUT -o OUTPUT [options]", "Answer a file of requests in OpenAI's batch format."),
+    "bench serve": ("[options]", "Put load on a server, ours or another, and measure what it does."),
+    "bench throughput": ("[MODEL] [options]", "Measure an engine in this process with everything to do at once."),
+    "bench latency": ("[MODEL] [options]", "Measure one batch in this process, against what the machine could do."),
+    "bench startup": ("[MODEL] [options]", "Measure how long a server takes to start."),
     "pull": ("[NAME ...] [options]", "Fetch models by name, or list the catalogue."),
     "info": ("[options]", "Show the version, the processor, memory, backends and models of this machine."),
 }
@@ -52,16 +57,25 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"octavo {__version__}")
         return 0
-    name = words[0].replace("_", "-")
+    name, rest = words[0].replace("_", "-"), words[1:]
+    if any(command.startswith(f"{name} ") for command in COMMANDS):
+        if not rest or rest[0] in ("-h", "--help", "help"):
+            print(_overview(f"{name} "), end="")
+            return 0 if rest else 2
+        name, rest = f"{name} {rest[0].replace('_', '-')}", rest[1:]
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {words[0]!r}{did_you_mean(name, COMMANDS)} (see octavo --help).")
+        raise ConfigError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)} (see octavo --help).")
     for warning in read_environment()[1]:
         print(f"octavo: warning: {warning}", file=sys.stderr)
-    command = importlib.import_module("octavo.cli." + name.replace("-", "_"))
+    command = importlib.import_module(module_of(name))
     parser = command_parser(name)
     command.add_flags(parser)
-    status: int = command.run(parser.parse(words[1:]))
+    status: int = command.run(parser.parse(rest))
     return status
+
+
+def module_of(name: str) -> str:
+    return "octavo.cli." + name.replace("-", "_").replace(" ", "_")
 
 
 def command_parser(name: str) -> Parser:
@@ -69,7 +83,10 @@ def command_parser(name: str) -> Parser:
     return Parser(prog=f"octavo {name}", usage=usage, description=description)
 
 
-def _overview() -> str:
-    lines = ["usage: octavo COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:<10}  {description}" for name, (_, description) in COMMANDS.items()]
+def _overview(prefix: str = "") -> str:
+    """The commands that begin with `prefix`."""
+    shown = {name: description for name, (_, description) in COMMANDS.items() if name.startswith(prefix)}
+    width = max(map(len, shown))
+    lines = [f"usage: octavo {prefix}COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<{width}}  {description}" for name, description in shown.items()]
     return "\n".join([*lines, "", "octavo COMMAND --help lists a command's options; octavo --version.", ""])
