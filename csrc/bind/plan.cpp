@@ -205,7 +205,19 @@ class PlanHandle {
         add(std::move(node), {x, y});
     }
 
-    // Set what nodes [0, end) of the step read.
+    // For nodes that read no array of the step: how many rows there are.
+    void set_rows(int64_t num_tokens) {
+        arrays_ = {};
+        arrays_.num_tokens = arrays_.num_logits_rows = num_tokens;
+    }
+
+    // Make room for the step that is set, so that values() may be written before a run.
+    void reserve() {
+        arrays_.num_logits_rows = arrays_.num_tokens;
+        plan_.run(arrays_, 0, 0, max_context_);
+    }
+
+    // What the nodes of the next runs read. The arrays are kept alive.
     void set_step(Array1<int32_t> token_ids, Array1<int32_t> positions, Array1<int32_t> rope_variants,
                   Array1<int32_t> query_starts, Array1<int32_t> context_lens,
                   const std::vector<Array2<int32_t>>& block_tables, nb::object cache, int64_t max_context) {
@@ -227,6 +239,9 @@ class PlanHandle {
             if (table.shape(0) != num_requests) throw nb::value_error("a block table has another number of requests");
             arrays_.block_tables.push_back({table.data(), static_cast<int64_t>(table.shape(1))});
         }
+        arrays_kept_.clear();
+        for (const auto& array : {token_ids, positions, rope_variants, query_starts, context_lens}) arrays_kept_.push_back(array);
+        tables_ = block_tables;
         if (!cache.is_none()) {
             KvArena& arena = nb::cast<KvArena&>(cache);
             arrays_.blocks = arena.memory.data();
@@ -286,6 +301,8 @@ class PlanHandle {
     std::vector<nb::object> keep_;
     std::vector<Vector> vectors_;
     StepArrays arrays_;
+    std::vector<Array1<int32_t>> arrays_kept_;
+    std::vector<Array2<int32_t>> tables_;
     int64_t max_context_ = 1;
 };
 
@@ -330,6 +347,8 @@ void bind_plan(nb::module_& m) {
         .def("pick_rows", &PlanHandle::pick_rows, nb::kw_only(), "x"_a, "y"_a)
         .def("set_step", &PlanHandle::set_step, "token_ids"_a, "positions"_a, "rope_variants"_a, "query_starts"_a,
              "context_lens"_a, "block_tables"_a, "cache"_a.none(), "max_context"_a)
+        .def("set_rows", &PlanHandle::set_rows, "num_tokens"_a)
+        .def("reserve", &PlanHandle::reserve)
         .def("run", &PlanHandle::run, "first"_a, "end"_a)
         .def("run_rows", &PlanHandle::run_rows, "first"_a, "end"_a, "rows"_a, "best"_a.none())
         .def("values", [](nb::handle self, ViewTuple t) { return nb::cast<PlanHandle&>(self).values(self, t); },

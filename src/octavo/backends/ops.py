@@ -11,7 +11,7 @@ D head size, E hidden size, F intermediate size, V vocabulary, G KV groups, B bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -97,6 +97,22 @@ class KvCache(Protocol):
         ...
 
 
+class Program(Protocol):
+    """A forward pass and its head, in the form that the backend runs best."""
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """Hidden states of the step's tokens. They and what follows from them are good until the next call."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
+        """float32 [N, V] of packed tokens `rows` [N] int32."""
+        ...
+
+    def argmax(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
+        """The column of each row's largest logit, the lowest among equals; -1 where none is a number. [N] int32"""
+        ...
+
+
 class Ops(Protocol):
     """The operators. All tensors are packed: first dimension T (or N)."""
 
@@ -105,12 +121,13 @@ class Ops(Protocol):
 
     # -- weights ---------------------------------------------------------------------------------------
     def weight(
-        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "embedding", "vector"]
+        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "gated", "embedding", "vector"]
     ) -> Weight:
         """Take over a parameter: `parts` are concatenated along the first dimension.
 
-        linear: [out, in], applied as x @ W.T. embedding: [V, E], which `logits` also takes as a tied head.
-        vector: a norm, a bias or sinks, kept in float32. Other plain types are converted to `dtype`.
+        linear: [out, in], applied as x @ W.T. gated: the same, whose two halves are a gate and what it gates.
+        embedding: [V, E], which `logits` also takes as a tied head. vector: a norm, a bias or sinks, kept in float32.
+        Other plain types are converted to `dtype`.
         """
         ...
 
@@ -118,6 +135,16 @@ class Ops(Protocol):
         self, *, num_blocks: int, block_size: int, layers_per_block: int, num_kv_heads: int, head_dim: int
     ) -> KvCache:
         """Reserve the arena. Block b holds [layers_per_block, 2, num_kv_heads, block_size, head_dim]."""
+        ...
+
+    # -- programs --------------------------------------------------------------------------------------
+    def compile(
+        self, forward: Callable[[ForwardBatch, KvCache], Tensor], logits: Callable[[Tensor, np.ndarray], Tensor]
+    ) -> Program:
+        """Prepare two functions of these operators: the forward pass, and the logits of rows of its result.
+
+        They may be called with symbols instead of arrays, and must only pass them on to operators.
+        """
         ...
 
     # -- operators -------------------------------------------------------------------------------------
@@ -210,3 +237,16 @@ class BackendInfo:
     name: str
     available: bool
     detail: str  # versions when available, else why not and the way out
+
+
+def best_columns(logits: np.ndarray) -> np.ndarray:
+    """The column of each row's largest value, the lowest among equals; -1 where none is a number above -infinity.
+
+    `logits` float32 [N, V]; the result int32 [N].
+    """
+    if not len(logits):
+        return np.empty(0, np.int32)
+    numbers = np.where(np.isnan(logits), -np.inf, logits)
+    best = numbers.argmax(-1).astype(np.int32)
+    best[numbers.max(-1) == -np.inf] = -1
+    return best

@@ -19,7 +19,7 @@ from octavo.models.rope import RopeSpec
 from octavo.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Parameter
 
 Progress = Callable[[int, int], None]  # parameters loaded, of how many
-Kind = Literal["linear", "embedding", "vector"]
+Kind = Literal["linear", "gated", "embedding", "vector"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,21 @@ class Decoder:
         )
         self._final_norm = weights.norm(spec.final_norm)
         self._head = self._embedding if weights.head is None else weights.load(spec.head, "linear")
+        self.program = ops.compile(self._forward, self._logits)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Compute the tokens of `batch` and write their KV. The hidden states behind the final norm, [T, E]."""
+        return self.program.forward(batch, cache)
+
+    def logits(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
+        """The logits behind packed tokens `rows` of the last forward pass. float32, [N, V]"""
+        return self.program.logits(hidden, rows)
+
+    def argmax(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
+        """The tokens of the largest logits behind packed tokens `rows`; see `Program.argmax`. int32, [N]"""
+        return self.program.argmax(hidden, rows)
+
+    def _forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         ops = self._ops
         x = ops.embedding(batch, self._embedding, scale=self.spec.embedding_scale)
         for layer in self._layers:
@@ -116,11 +128,9 @@ class Decoder:
             x = ops.add(x, y, scale=layer.residual_scale)
         return self._norm(x, self._final_norm)
 
-    def logits(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
-        """The logits behind packed tokens `rows` of a forward pass. float32, [N, V]"""
+    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
         ops, spec = self._ops, self.spec
-        picked = ops.rows(hidden, rows)
-        return ops.to_numpy(ops.logits(picked, self._head, scale=spec.logit_scale, softcap=spec.logit_softcap))
+        return ops.logits(ops.rows(hidden, rows), self._head, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
     def _attention(self, x: Tensor, layer: _Attention, batch: ForwardBatch, cache: KvCache) -> Tensor:
         ops, spec = self._ops, layer.spec
@@ -187,8 +197,8 @@ class _Weights:
     def vector(self, parameter: Parameter | None) -> Weight | None:
         return None if parameter is None else self.load(parameter, "vector")
 
-    def linear(self, spec: LinearSpec) -> _Linear:
-        return _Linear(self.load(spec.weight, "linear"), self.vector(spec.bias))
+    def linear(self, spec: LinearSpec, kind: Kind = "linear") -> _Linear:
+        return _Linear(self.load(spec.weight, kind), self.vector(spec.bias))
 
     def norm(self, spec: NormSpec) -> _Norm:
         return _Norm(spec, self.load(spec.weight, "vector"), self.vector(spec.bias))
@@ -239,6 +249,6 @@ def _load_layer(
         ),
         attention_post_norm=weights.optional_norm(layer.attention_post_norm),
         mlp_norm=weights.norm(layer.mlp_norm),
-        mlp=_Mlp(mlp, weights.linear(mlp.up), weights.linear(mlp.down)),
+        mlp=_Mlp(mlp, weights.linear(mlp.up, "gated" if mlp.gated else "linear"), weights.linear(mlp.down)),
         mlp_post_norm=weights.optional_norm(layer.mlp_post_norm),
     )

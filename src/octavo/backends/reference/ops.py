@@ -8,13 +8,24 @@ bit (silu, gelu) are spelled out in terms of those that do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from octavo.backends.ops import Activation, AttentionParams, DType, ForwardBatch, HostTensor, KvCache, RopeTable, Weight
+from octavo.backends.ops import (
+    Activation,
+    AttentionParams,
+    DType,
+    ForwardBatch,
+    HostTensor,
+    KvCache,
+    RopeTable,
+    Weight,
+    best_columns,
+)
 from octavo.backends.reference.attention import (
     ReferenceKvCache,
     Segment,
@@ -26,6 +37,17 @@ from octavo.backends.reference.attention import (
 from octavo.backends.reference.weights import EmbeddingWeight, LinearWeight, load_rounded
 
 DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceProgram:
+    """The functions themselves."""
+
+    forward: Callable[[ForwardBatch, KvCache], torch.Tensor]
+    logits: Callable[[torch.Tensor, np.ndarray], np.ndarray]
+
+    def argmax(self, hidden: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+        return best_columns(self.logits(hidden, rows))
 
 
 class ReferenceOps:
@@ -43,12 +65,12 @@ class ReferenceOps:
 
     # -- weights ---------------------------------------------------------------------------------------
     def weight(
-        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "embedding", "vector"]
+        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "gated", "embedding", "vector"]
     ) -> Weight:
         if kind == "vector":
             return load_rounded(parts, "float32").to(self._device)
         values = load_rounded(parts, self.dtype).to(self._device)
-        return LinearWeight(values) if kind == "linear" else EmbeddingWeight(values, self._dtype)
+        return EmbeddingWeight(values, self._dtype) if kind == "embedding" else LinearWeight(values)
 
     def kv_cache(
         self, *, num_blocks: int, block_size: int, layers_per_block: int, num_kv_heads: int, head_dim: int
@@ -62,6 +84,14 @@ class ReferenceOps:
             dtype=self._dtype,
             device=self._device,
         )
+
+    # -- programs --------------------------------------------------------------------------------------
+    def compile(
+        self,
+        forward: Callable[[ForwardBatch, KvCache], torch.Tensor],
+        logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor],
+    ) -> ReferenceProgram:
+        return ReferenceProgram(forward, lambda hidden, rows: self.to_numpy(logits(hidden, rows)))
 
     # -- operators -------------------------------------------------------------------------------------
     def embedding(self, batch: ForwardBatch, table: EmbeddingWeight, *, scale: float = 1.0) -> torch.Tensor:
