@@ -11,6 +11,7 @@
 #include "ops/attention.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
+#include "ops/sampler.h"
 
 namespace octavo {
 
@@ -41,6 +42,8 @@ struct Kernels {
     void (*add)(const AddArgs&, Team&);
     void (*activation)(const ActivationArgs&, Team&);
     void (*scale_rows)(const ScaleArgs&, Team&);
+
+    void (*sample)(const SampleArgs&, Team&);
 };
 
 const char* isa_name(Isa isa);

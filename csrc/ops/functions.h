@@ -7,6 +7,7 @@
 #include "ops/attention.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
+#include "ops/sampler.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -29,5 +30,7 @@ void rope(const RopeArgs& args, Team& team);
 void add(const AddArgs& args, Team& team);
 void activation(const ActivationArgs& args, Team& team);
 void scale_rows(const ScaleArgs& args, Team& team);
+
+void sample(const SampleArgs& args, Team& team);
 
 }  // namespace octavo::OCTAVO_ISA

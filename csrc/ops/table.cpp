@@ -21,6 +21,7 @@ const Kernels kernels = {
     .add = add,
     .activation = activation,
     .scale_rows = scale_rows,
+    .sample = sample,
 };
 
 }  // namespace octavo::OCTAVO_ISA
