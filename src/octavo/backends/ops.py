@@ -38,6 +38,15 @@ class HostTensor(Protocol):
         """The values as stored for plain types (bf16 and fp8 as `ml_dtypes`), float32 for block types."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """Says which values these are within their checkpoint: its name there, and what is done to what is stored."""
+        ...
+
+    def stored_blocks(self) -> np.ndarray | None:
+        """Of a block type: [rows, bytes of a row] uint8, whose values `numpy` gives. None where there are no such."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:

@@ -101,6 +101,13 @@ class MissingTensor:
     def numpy(self) -> np.ndarray:
         raise CheckpointError(self.problem)
 
+    @property
+    def identity(self) -> str:
+        return self.name
+
+    def stored_blocks(self) -> None:
+        return None
+
 
 class Ledger:
     """Hands out each tensor of a checkpoint once, and knows what is missing, misshapen or left over.

@@ -84,6 +84,13 @@ class GgufTensor:
             return self.blocks
         return self.blocks[np.arange(len(self.blocks)).reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()]
 
+    @property
+    def identity(self) -> str:
+        return f"{self.name} heads={self.interleaved_heads} shift={self.shift}"
+
+    def stored_blocks(self) -> npt.NDArray[np.uint8] | None:
+        return self.raw if self.type.is_block and self.shift == 0 else None
+
     def numpy(self) -> np.ndarray:
         if self.type.is_block:
             values = dequantize(self.type.name, self.raw)

@@ -53,6 +53,13 @@ class SafetensorsTensor:
         values: np.ndarray = data.view(dtype).reshape(self.shape)
         return values
 
+    @property
+    def identity(self) -> str:
+        return self.name
+
+    def stored_blocks(self) -> None:
+        return None
+
 
 def open_safetensors(folder: Path, *, digest_cache: Path | None = None) -> Checkpoint:
     """The model in `folder`: config.json beside model.safetensors, shards with their index, or one other file."""
