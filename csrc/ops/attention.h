@@ -6,12 +6,13 @@
 // of weights, weighted values), and partitions are combined in rising order. A partition that the query does not see
 // at all (causality, window) is as if it did not exist.
 //
-//   score   f32, f16 cache: acc = 0; for d ascending: acc = fma(q[d], k[d], acc). bf16 cache: d in blocks of 32 (the
-//           last may be shorter), pairs as in linear.h. Then times scale; soft cap: cap * tanh(score / cap).
+//   score   f32, f16 cache: acc = 0; for d ascending: acc = fma(q[d], k[d], acc). bf16 cache: q is rounded to bfloat16,
+//           d in blocks of 32 (the last may be shorter), pairs as in linear.h. Then times scale; soft cap:
+//           cap * tanh(score / cap).
 //   weight  exp(score - largest score of the partition), in float32
 //   value   f32, f16 cache: for tokens of the partition ascending: acc = fma(weight, v[d], acc). bf16 cache: weights are
-//           rounded to bfloat16 first, tokens in blocks of 32 that start at multiples of 32, pairs as in linear.h;
-//           tokens that the query does not see have weight 0 and a value of 0.
+//           rounded to bfloat16 first, tokens in blocks of 32 that start at multiples of 32, pairs as in linear.h.
+//           Tokens that the query does not see take no part, whatever their slots hold; at the end + 0 (no -0 is left).
 //   sum     of the unrounded weights: sixteen lanes, lane i takes positions = i mod 16 in rising order; reduce_add.
 //   combine (largest M, total, out) starts with the first partition's; for each next one, m, sum, values:
 //             N = max(M, m), a = exp(M - N), b = exp(m - N), total = fma(total, a, sum * b),
@@ -28,16 +29,17 @@ namespace octavo {
 
 constexpr int64_t kPartition = 256;
 constexpr int64_t kTokenTile = 16;  // tokens of a block that are stored together
+constexpr int64_t kMaxHeadDim = 256;
 
 enum class KvFormat : uint8_t { f32, bf16, f16 };
 
 // One block holds, for each layer of its group and each KV head, its keys and then its values, for `padded_tokens`
-// (block_size rounded up to 16) tokens. D is the head size; an odd D is padded to even with zeros.
+// (block_size rounded up to 16) tokens. D is the head size rounded up to 16; writing a token zeroes what is beyond its
+// head size. Slots that nobody wrote may hold anything.
 //   bf16      keys   [padded_tokens / 16][D / 2][16 tokens][2 d]
 //             values [padded_tokens / 2][D][2 tokens]
 //   f32, f16  keys   [padded_tokens / 16][D][16 tokens]
 //             values [padded_tokens][D]
-// Blocks are zeroed when their first token is written, so that no stale NaN meets a weight of zero.
 struct KvLayout {
     KvFormat format;
     int64_t block_size;
@@ -52,6 +54,9 @@ struct KvLayout {
     int64_t block_bytes;
 };
 
+KvLayout make_kv_layout(KvFormat format, int64_t block_size, int64_t num_layers, int64_t num_kv_heads,
+                        int64_t head_dim);
+
 // Which tokens a step computes; the arrays of backends.ops.ForwardBatch.
 struct Rows {
     int64_t num_tokens;
@@ -64,7 +69,7 @@ struct Rows {
 };
 
 struct StoreKvArgs {
-    const float* k;  // [T][k_stride], K heads of D
+    const float* k;  // [T][k_stride], K heads of the head size
     const float* v;
     int64_t k_stride;
     int64_t v_stride;
@@ -75,7 +80,7 @@ struct StoreKvArgs {
 };
 
 struct AttentionArgs {
-    const float* q;  // [T][q_stride], H heads of D
+    const float* q;  // [T][q_stride], H heads of the head size
     int64_t q_stride;
     float* out;  // [T][out_stride]
     int64_t out_stride;
