@@ -1,0 +1,39 @@
+// Scales and minima of int4 and int8 weights, and the groups of quantized rows that they meet.
+#pragma once
+
+#include "isa/current.h"
+#include "ops/linear.h"
+
+namespace octavo::OCTAVO_ISA {
+
+// The sixteen values of one panel and group; `index` counts groups of all panels.
+static inline F32 load_group(const void* values, ScaleFormat format, int64_t index) {
+    if (format == ScaleFormat::f16) return load_f16(static_cast<const uint16_t*>(values) + index * kPanel);
+    return load(static_cast<const float*>(values) + index * kPanel);
+}
+
+// What is added to int4 weights without minima.
+static inline int32_t middle(const PackedMatrix& w) { return w.format == WeightFormat::int4 && !w.has_min ? -8 : 0; }
+
+// One group of one quantized row.
+struct RowGroup {
+    float scale;
+    int32_t offset;  // to add to its integer sums, for what these have too much
+    float sum;       // scale * sum of q: what a minimum of 1 would give
+};
+
+static inline RowGroup row_group(const QuantizedRows& x, int64_t index, int32_t bias) {
+    const float scale = x.scales[index];
+    const int32_t sum = x.sums[index];
+    return {scale, static_cast<int32_t>(static_cast<uint32_t>(sum) * static_cast<uint32_t>(-bias)),
+            scale * static_cast<float>(sum)};
+}
+
+template <bool has_min>
+static inline F32 add_group(F32 acc, I32 dot, const RowGroup& x, F32 scale, F32 min) {
+    acc = fma(broadcast(x.scale) * scale, to_f32(dot + broadcast(x.offset)), acc);
+    if constexpr (has_min) acc = fma(broadcast(x.sum), min, acc);
+    return acc;
+}
+
+}  // namespace octavo::OCTAVO_ISA
