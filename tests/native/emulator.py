@@ -17,10 +17,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import mmap
+import operator
 import os
+import platform
 import threading
 import time
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +95,7 @@ class Emulator:
     def call(self, function: Any, *arguments: Any, timeout_s: float = 60.0) -> int:
         """Call `function` (an address or a ctypes function) and return rax, unsigned.
 
-        Arguments: int, None, ctypes c_float and c_double, and NumPy arrays (their address).
+        Arguments: int, None, ctypes c_void_p, c_float and c_double, and NumPy arrays (their address).
         Raises Fault, or TimeoutError when the function has not returned after `timeout_s`.
         """
         address = function if isinstance(function, int) else ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -99,12 +103,9 @@ class Emulator:
         with core.lock:
             core.reset(self._xcr0, self.mxcsr)
             core.enter(address, arguments)
-            core.running = run = Run(time.monotonic() + timeout_s)
-            try:
+            with core.limited(timeout_s) as run:
                 while (event := core.run(run)) is not None:
                     self._handle(*event)
-            finally:
-                core.running = None
             if run.is_late:
                 raise TimeoutError(f"{describe(address)} has not returned after {timeout_s:g} s")
             self.mxcsr = core.lib.cpu_get_mxcsr(0)
@@ -123,8 +124,8 @@ class Emulator:
         elif vector == INVALID_OPCODE:
             code = ctypes.string_at(rip, min(16, core.readable_bytes(rip))).ljust(16, b"\0")
             try:
-                # Nothing has been pushed on the function's own stack, but rsp is now the fault stack's.
-                length = self._tiles and self._tiles.execute(code, lambda r: rsp if r == RSP else core.register(r))
+                # The register itself points into the fault stack now.
+                length = self._tiles and self._tiles.execute(code, rip, lambda r: rsp if r == RSP else core.register(r))
             except TileFault as fault:
                 raise Fault(fault.vector, rip, str(fault)) from None
             if not length:
@@ -171,7 +172,8 @@ class Core:
         libc.mprotect(ctypes.c_void_p(self._stack), PAGE, 0)
         self._write_descriptors()
         self._map_text = ""
-        self.running: Run | None = None
+        self._watching = threading.Lock()
+        self._running: Run | None = None
         threading.Thread(target=self._stop_late_runs, daemon=True).start()
 
     def _write_descriptors(self) -> None:
@@ -229,7 +231,7 @@ class Core:
                 self.lib.cpu_set_zmm(0, num_floats, (ctypes.c_uint64 * 8)(bits))
                 num_floats += 1
             else:
-                integers.append(argument.ctypes.data if isinstance(argument, np.ndarray) else int(argument or 0))
+                integers.append(as_integer(argument))
         on_stack = integers[len(ARGUMENT_REGISTERS) :]
         if num_floats > 8:
             raise ValueError(f"{num_floats} float arguments; at most 8 travel in registers")
@@ -247,24 +249,37 @@ class Core:
 
     def run(self, run: Run) -> tuple[int, int, int, int] | None:
         """Run up to the return or the time limit, then None, or up to an exception: vector, rip, rsp, error code."""
-        while not run.is_late:
-            self.lib.bochscpu_cpu_run(self._cpu, self._hooks[0])
-            halted_at = self.lib.cpu_get_pc(0) - 1 - self._block
-            if halted_at == RETURN_STUB:
-                return None
-            if STUBS <= halted_at < RETURN_STUB:
-                vector = (halted_at - STUBS) // 16
-                pushed = (ctypes.c_uint64 * 6).from_address(self._block + 2 * PAGE - 48)
-                error, rip, _, _, rsp, _ = pushed if vector in PUSH_ERROR_CODE else (0, *pushed[1:])
-                return vector, rip, rsp, error
-        return None
+        if run.is_late:
+            return None
+        self.lib.bochscpu_cpu_run(self._cpu, self._hooks[0])
+        halted_at = self.lib.cpu_get_pc(0) - 1 - self._block
+        if halted_at == RETURN_STUB or run.is_late:
+            return None
+        if not STUBS <= halted_at < RETURN_STUB:
+            raise RuntimeError(f"the emulator stopped at {halted_at + 1 + self._block:#x} and does not say why")
+        vector = (halted_at - STUBS) // 16
+        pushed = (ctypes.c_uint64 * 6).from_address(self._block + 2 * PAGE - 48)
+        error, rip, _, _, rsp, _ = pushed if vector in PUSH_ERROR_CODE else (0, *pushed[1:])
+        return vector, rip, rsp, error
+
+    @contextmanager
+    def limited(self, timeout_s: float) -> Iterator[Run]:
+        run = Run(time.monotonic() + timeout_s)
+        try:
+            with self._watching:
+                self._running = run
+            yield run
+        finally:
+            with self._watching:
+                self._running = None
 
     def _stop_late_runs(self) -> None:
         while True:
             time.sleep(0.05)
-            if (run := self.running) and time.monotonic() > run.deadline:
-                run.is_late = True
-                self.lib.bochscpu_cpu_stop(self._cpu)
+            with self._watching:
+                if self._running and time.monotonic() > self._running.deadline:
+                    self._running.is_late = True
+                    self.lib.bochscpu_cpu_stop(self._cpu)
 
     def register(self, number: int) -> int:
         return self.lib.cpu_get_reg64(0, number)
@@ -326,10 +341,13 @@ class Core:
         return region[1] - address if region else 0
 
     def _region(self, address: int) -> tuple[int, int, str] | None:
-        at = bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._regions[at][1] or self._regions[at][2][0] != "r":
-            return None
-        return self._regions[at]
+        start, end, permissions = self._last_region
+        if not start <= address < end:
+            start, end, permissions = self._regions[bisect_right(self._starts, address) - 1]
+            if not start <= address < end or permissions[0] != "r":
+                return None
+            self._last_region = start, end, permissions
+        return self._last_region
 
     def _read_memory_map(self) -> None:
         text = Path("/proc/self/maps").read_text()
@@ -341,12 +359,21 @@ class Core:
             span, permissions = line.split(maxsplit=2)[:2]
             start, end = (int(address, 16) for address in span.split("-"))
             self._regions.append((start, end, permissions))
+        self._last_region = (0, 0, "")
         self._starts = [start for start, _, _ in self._regions]
 
 
 @cache
 def core() -> Core:
     return Core()
+
+
+def as_integer(argument: Any) -> int:
+    if isinstance(argument, np.ndarray):
+        return argument.ctypes.data
+    if isinstance(argument, ctypes.c_void_p):
+        argument = argument.value
+    return 0 if argument is None else operator.index(argument)
 
 
 def allocate(num_bytes: int) -> int:
@@ -361,6 +388,8 @@ _allocated: list[mmap.mmap] = []
 
 
 def load_bochs() -> ctypes.CDLL:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Unavailable(f"emulation needs Linux on x86-64, not {platform.system()} on {platform.machine()}")
     spec = importlib.util.find_spec("bochscpu")
     found = [
         file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("_bochscpu*.so")
@@ -372,7 +401,7 @@ def load_bochs() -> ctypes.CDLL:
     dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
     handle = dlopen(os.fsencode(found[0]), os.RTLD_LAZY)
     if not handle:
-        raise Unavailable(f"{found[0]} could not be loaded")
+        raise Unavailable(f"{found[0]} cannot be loaded; with LD_BIND_NOW set it needs glibc 2.38")
     lib = ctypes.CDLL(str(found[0]), handle=handle)
     u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
     signatures = {

@@ -71,6 +71,9 @@ void narrow_bf16(const float* source, void* target) {
     _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(source)));
 }
 
+struct Config { uint8_t palette, unused[15]; uint16_t column_bytes[16]; uint8_t rows[16]; };
+static const Config one_tile = {1, {}, {4}, {1}};
+void load_static_config() { BARRIER; _tile_loadconfig(&one_tile); }
 void load_config(const void* config) { BARRIER; _tile_loadconfig(config); }
 void store_config(void* config) { _tile_storeconfig(config); }
 void release() { _tile_release(); }
@@ -165,6 +168,8 @@ def test_floats_travel_beside_integers(kernels):
     target = np.zeros(4, np.float32)
     Emulator().call(kernels.scaled, target, ctypes.c_float(1.5), 2, ctypes.c_double(0.25))
     assert target.tolist() == [0, 0, 3.25, 0]
+    with pytest.raises(TypeError):
+        Emulator().call(kernels.scaled, target, 1.5, 2, 0.25)
 
 
 def test_memcpy_and_touched_thread_locals_work_in_the_memory_of_this_process(kernels):
@@ -290,6 +295,9 @@ def test_the_tile_configuration_lasts_until_it_is_released(kernels):
     emulator.call(kernels.load_config, FULL)
     emulator.call(kernels.store_config, stored)
     assert np.array_equal(stored, FULL)
+    emulator.call(kernels.load_static_config)
+    emulator.call(kernels.store_config, stored)
+    assert np.array_equal(stored, tile_config((1, 4)))
     emulator.call(kernels.release)
     emulator.call(kernels.store_config, stored)
     assert not stored.any()

@@ -43,8 +43,8 @@ class TileInstruction:
     step: int  # the scaled index register: the distance between rows
 
 
-def decode(code: bytes, register: Callable[[int], int]) -> TileInstruction | None:
-    """The tile instruction at the start of `code`, with its address computed; None for anything else."""
+def decode(code: bytes, rip: int, register: Callable[[int], int]) -> TileInstruction | None:
+    """The tile instruction `code` at `rip`, with its address computed; None for anything else."""
     if code[0] != 0xC4 or code[1] & 0x1F != 2 or code[2] & 0x84 or code[3] not in (0x49, 0x4B, 0x5C, 0x5E):
         return None
     extend_reg, extend_index, extend_base = (8 if not code[1] & bit else 0 for bit in (0x80, 0x40, 0x20))
@@ -57,12 +57,14 @@ def decode(code: bytes, register: Callable[[int], int]) -> TileInstruction | Non
         index = code[5] >> 3 & 7 | extend_index
         step = register(index) << (code[5] >> 6) if index != 4 else 0
         length, base = 6, code[5] & 7 | extend_base
-    num_offset_bytes = (4 if base & 7 == 5 and rm == 4 else 0, 1, 4)[mode]
+    is_absolute = mode == 0 and rm == 4 and base & 7 == 5
+    is_relative = mode == 0 and rm == 5
+    num_offset_bytes = (4 if is_absolute or is_relative else 0, 1, 4)[mode]
     address = int.from_bytes(code[length : length + num_offset_bytes], "little", signed=True)
     length += num_offset_bytes
-    if mode == 0 and rm == 5:
-        return None  # relative to rip, which no compiler emits for a tile
-    if mode or base & 7 != 5 or rm != 4:
+    if is_relative:
+        address += rip + length
+    elif not is_absolute:
         address += register(base)
     return TileInstruction(length, code[3], prefix, reg | extend_reg, 0, vvvv, address, step)
 
@@ -74,9 +76,9 @@ class TileUnit:
         self._check = check
         self._release()
 
-    def execute(self, code: bytes, register: Callable[[int], int]) -> int | None:
-        """Execute the tile instruction at the start of `code`; returns its length, or None when it is none."""
-        at = decode(code, register)
+    def execute(self, code: bytes, rip: int, register: Callable[[int], int]) -> int | None:
+        """Execute the tile instruction `code` at `rip`; returns its length, or None when it is none."""
+        at = decode(code, rip, register)
         if at is None:
             return None
         memory = at.address is not None
