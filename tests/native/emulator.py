@@ -172,6 +172,9 @@ class Core:
         libc.mprotect(ctypes.c_void_p(self._stack), PAGE, 0)
         self._write_descriptors()
         self._map_text = ""
+        self._regions: list[tuple[int, int, str]] = []
+        self._starts: list[int] = []
+        self._last_region = (0, 0, "")
         self._watching = threading.Lock()
         self._running: Run | None = None
         threading.Thread(target=self._stop_late_runs, daemon=True).start()
@@ -282,7 +285,7 @@ class Core:
                     self.lib.bochscpu_cpu_stop(self._cpu)
 
     def register(self, number: int) -> int:
-        return self.lib.cpu_get_reg64(0, number)
+        return int(self.lib.cpu_get_reg64(0, number))
 
     def map_around(self, address: int) -> bool:
         """Map the page of `address` and some around it as they are in this process; False where there is none."""
@@ -353,13 +356,12 @@ class Core:
         text = Path("/proc/self/maps").read_text()
         if text == self._map_text:
             return
-        self._map_text = text
-        self._regions: list[tuple[int, int, str]] = []
+        self._map_text, self._last_region = text, (0, 0, "")
+        self._regions.clear()
         for line in text.splitlines():
             span, permissions = line.split(maxsplit=2)[:2]
             start, end = (int(address, 16) for address in span.split("-"))
             self._regions.append((start, end, permissions))
-        self._last_region = (0, 0, "")
         self._starts = [start for start, _, _ in self._regions]
 
 

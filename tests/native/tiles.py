@@ -106,7 +106,8 @@ class TileUnit:
 
     def _release(self) -> None:
         self._config = bytes(64)
-        self._rows = self._column_bytes = (0,) * 8
+        self._rows: tuple[int, ...] = (0,) * 8
+        self._column_bytes: tuple[int, ...] = (0,) * 8
         self._tiles = np.zeros((8, 16, 64), np.uint8)
 
     def _load_config(self, address: int) -> None:
