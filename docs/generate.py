@@ -20,9 +20,9 @@ _INTRODUCTION = """\
 
 This page is made from the program by `make docs`. `octavo COMMAND --help` says the same.
 
-Flags may be spelled with hyphens or underscores; none can be abbreviated. All commands but `pull`, `info` and
-`bench serve` read their options from, in this order: the command line, the environment, the TOML file that `--config` names,
-the defaults. In the file an option stands at the top level or under its section:
+Flags may be spelled with hyphens or underscores; none can be abbreviated. Commands that load a model read their
+options from, in this order: the command line, the environment, the TOML file that `--config` names, the defaults. In
+the file an option stands at the top level or under its section:
 
 ```toml
 model = "smollm2-135m-instruct"

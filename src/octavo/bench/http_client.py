@@ -222,6 +222,8 @@ class HttpClient:
                 )
         except TimeoutError:
             raise ConnectionBroken(f"no connection within {_CONNECT_TIMEOUT_S:g} s") from None
+        except ConnectionRefusedError:
+            raise ConnectionBroken(f"{address} refuses connections") from None
         except OSError as error:
             raise ConnectionBroken(str(error) or type(error).__name__) from None
         self.num_connections += 1

@@ -26,11 +26,6 @@ class PromptMaker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.num_special = len(tokenizer.encode(""))  # BOS and the like, which the server adds as well
-        ordinary = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)]
-        words = [i for i in ordinary if _WORD.fullmatch(tokenizer.token_text(i))]
-        if len(words) < _ENOUGH:
-            words = [i for i in ordinary if (text := tokenizer.token_text(i)).isascii() and text.isprintable() and text]
-        self._pool = np.array(words or ordinary)
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
         ids: list[int] = rng.choice(self._pool, count).tolist()
@@ -54,6 +49,15 @@ class PromptMaker:
     def count(self, text: str) -> int:
         """Tokens of `text` as a prompt, special tokens included."""
         return len(self._tokenizer.encode(text))
+
+    @cached_property
+    def _pool(self) -> np.ndarray:
+        tokenizer = self._tokenizer
+        ordinary = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)]
+        words = [i for i in ordinary if _WORD.fullmatch(tokenizer.token_text(i))]
+        if len(words) < _ENOUGH:
+            words = [i for i in ordinary if (text := tokenizer.token_text(i)).isascii() and text.isprintable() and text]
+        return np.array(words or ordinary)
 
     @cached_property
     def _is_faithful(self) -> bool:

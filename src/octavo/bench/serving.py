@@ -21,6 +21,7 @@ from octavo.bench.http_client import Address, ConnectionBroken, HttpClient
 from octavo.bench.load import LoadRun, run_load
 from octavo.bench.options import DatasetOptions, LoadOptions, ResultOptions, SamplingOptions, TargetOptions
 from octavo.bench.process_usage import is_local, listeners
+from octavo.bench.prompts import PromptMaker
 from octavo.bench.summary import DETAILS, Selection, combine, summarize
 from octavo.bench.workload import MADE_UP, BenchRequest, Workload, make_probe, make_workload
 from octavo.config import cache_dir, read_environment
@@ -115,6 +116,7 @@ class ServeBenchmark:
         card = await self._model_card(deadline_s)
         model = options.target.model or str(card["id"])
         tokenizer, tokenizer_name = self._tokenizer(model, card)
+        maker = None if tokenizer is None else PromptMaker(tokenizer)
         context_len = options.target.max_model_len or card.get("max_model_len")
         client = self._client(options.target.served_model_name or model)
         pids = self._server_pids()
@@ -124,14 +126,14 @@ class ServeBenchmark:
         results: list[dict[str, Any]] = []
         for repeat in range(load.repeats):
             seed = load.seed + repeat
-            workload = make_workload(options.dataset, tokenizer, seed=seed, context_len=context_len)
+            workload = make_workload(options.dataset, maker, seed=seed, context_len=context_len)
             # Other streams than the prompts': what is sent before the measured requests helps none of them.
             probe_rng, arrival_rng = (np.random.default_rng((seed, stream)) for stream in (1, 2))
             if repeat == 0:
                 for text in workload.notes:
                     self._note(text)
-                await self._check(client, make_probe(workload.requests[0], tokenizer, probe_rng), deadline_s)
-            await self._warm_up(client, workload, tokenizer, probe_rng)
+                await self._check(client, make_probe(workload.requests[0], maker, probe_rng), deadline_s)
+            await self._warm_up(client, workload, maker, probe_rng)
             arrivals_s = self._arrivals(workload, arrival_rng)
             title = f"Run {repeat + 1} of {load.repeats}" if load.repeats > 1 else "Requests"
             with tqdm(total=len(arrivals_s), desc=title, unit="request", disable=load.disable_tqdm) as progress:
@@ -256,11 +258,11 @@ class ServeBenchmark:
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _warm_up(
-        self, client: Client, workload: Workload, tokenizer: Tokenizer | None, rng: np.random.Generator
+        self, client: Client, workload: Workload, maker: PromptMaker | None, rng: np.random.Generator
     ) -> None:
         load = self._options.load
         requests = [
-            make_probe(workload.requests[i % len(workload.requests)], tokenizer, rng) for i in range(load.num_warmups)
+            make_probe(workload.requests[i % len(workload.requests)], maker, rng) for i in range(load.num_warmups)
         ]
         if requests:
             await run_load(client, requests, [0.0] * len(requests), max_concurrency=load.max_concurrency)

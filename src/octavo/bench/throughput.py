@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.bench.offline import OfflineRun, TimedLLM
 from octavo.bench.options import DatasetOptions, SamplingOptions, ThroughputOptions
 from octavo.bench.process_usage import usage_of
+from octavo.bench.prompts import PromptMaker
 from octavo.bench.report import Section, rows
 from octavo.bench.summary import combine
 from octavo.bench.workload import MADE_UP, make_workload
@@ -43,7 +44,7 @@ def run_throughput(
 ) -> tuple[dict[str, Any], list[OfflineRun]]:
     """The result, and each repeat. Prompts come from --seed, the next repeat's from the next number."""
     llm = TimedLLM(config)
-    context_len = llm.info.max_model_len
+    maker, context_len = PromptMaker(llm.tokenizer), llm.info.max_model_len
     ignore_eos = sampling.ignore_eos
     if ignore_eos is None:
         ignore_eos = dataset.dataset_name in MADE_UP
@@ -51,7 +52,7 @@ def run_throughput(
     results: list[Mapping[str, Any]] = []
     for repeat in range(options.repeats):
         seed = (config.model.seed or 0) + repeat
-        workload = make_workload(dataset, llm.tokenizer, seed=seed, context_len=context_len)
+        workload = make_workload(dataset, maker, seed=seed, context_len=context_len)
         if repeat == 0:
             for text in workload.notes:
                 note(text)

@@ -14,7 +14,6 @@ from octavo.bench.options import DatasetOptions
 from octavo.bench.prompt_files import read_custom, read_sharegpt
 from octavo.bench.prompts import PromptMaker
 from octavo.bench.trace import TraceEntry, cut_to_context, read_trace
-from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError
 
 MADE_UP = ("random", "prefix_repetition", "trace", "timed_trace")  # text that no model would end by itself
@@ -47,11 +46,12 @@ def with_general_lengths(options: DatasetOptions) -> DatasetOptions:
 
 
 def make_workload(
-    options: DatasetOptions, tokenizer: Tokenizer | None, *, seed: int, context_len: int | None
+    options: DatasetOptions, maker: PromptMaker | None, *, seed: int, context_len: int | None
 ) -> Workload:
     """The requests that `options` describe. The same seed gives the same; another one shares no random text.
 
-    Raises ConfigError for a file that cannot be used, and where a tokenizer is needed and there is none.
+    `maker` is None where the tokenizer is not known. Raises ConfigError for a file that cannot be used, and where a
+    tokenizer is needed and there is none.
     """
     options = with_general_lengths(options)
     name = options.dataset_name
@@ -64,7 +64,6 @@ def make_workload(
             )
     elif options.dataset_path is None:
         raise ConfigError(f"--dataset-name {name} needs a file: --dataset-path FILE.")
-    maker = None if tokenizer is None else PromptMaker(tokenizer)
     match name:
         case "random":
             return Workload(_random(options, _needed(maker, name), rng))
@@ -89,12 +88,11 @@ def make_workload(
     return Workload(requests, _shortage(options, len(requests)))
 
 
-def make_probe(request: BenchRequest, tokenizer: Tokenizer | None, rng: np.random.Generator) -> BenchRequest:
+def make_probe(request: BenchRequest, maker: PromptMaker | None, rng: np.random.Generator) -> BenchRequest:
     """A request as large as `request` that shares nothing with it: what it leaves in a prefix cache helps nobody."""
-    if tokenizer is None or request.prompt_len is None:
+    if maker is None or request.prompt_len is None:
         words = " ".join(map(str, rng.integers(1_000_000, size=max(1, len(request.prompt) // 8))))
         return dataclasses.replace(request, prompt=words, prompt_len=None)
-    maker = PromptMaker(tokenizer)
     ids = maker.draw(max(1, request.prompt_len - maker.num_special), rng)
     return dataclasses.replace(request, prompt=maker.text(ids, rng))
 
