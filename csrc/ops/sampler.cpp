@@ -587,7 +587,7 @@ void list_or_weigh(const Shape& shape, Row& row, int64_t part) {
 void draw_of_top_k(const SampleArgs& args, const Shape& shape, Row& row) {
     const RowOptions& o = *row.options;
     join_lists(shape, row, false);
-    if (row.num_listed > o.top_k) {
+    if (row.num_listed >= o.top_k) {
         apply_cut(row, find_cut(row.list_values, nullptr, row.num_listed, o.top_k, row.spare), false);
     }
     const F32 peak = broadcast(row.peak), inverse = broadcast(row.inverse_temperature);

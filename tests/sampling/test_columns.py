@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from octavo.backends.sampler import ROW_OPTIONS
 from octavo.errors import InvalidRequest
 from octavo.request import SamplingParams
-from octavo.sampling.columns import SCALARS, RowSampling, SamplingColumns
+from octavo.sampling.columns import RowSampling, collect_edits, collect_masks, collect_options
 
 VOCAB = 100
 
@@ -93,23 +94,24 @@ def test_a_bad_word_is_banned_where_the_output_ends_in_its_beginning():
     assert row.banned_ids == [9]
 
 
+def test_a_row_is_plain_while_its_token_is_the_argmax_of_the_logits():
+    for options in ({}, {"temperature": 0.0, "logprobs": 0}, {"temperature": 0.0, "logit_bias": {1: 2.0}}):
+        assert not make_row(**options).is_plain, options
+    row = make_row(temperature=0.0, min_tokens=2, eos=(5,))
+    for is_plain in (False, False, True, True):
+        assert row.is_plain is is_plain
+        row.append(1)
+    assert make_row(temperature=0.0, min_tokens=2).is_plain  # there is no end to ban
+
+
 def test_options_that_do_nothing_have_their_neutral_value():
-    columns = SamplingColumns.of(
-        [
-            make_row(top_k=0),
-            make_row(top_k=-1),
-            make_row(top_k=VOCAB),
-            make_row(top_k=VOCAB + 1),
-            make_row(top_k=VOCAB - 1),
-        ]
-    )
-    assert columns.scalars["top_k"].tolist() == [0, 0, 0, 0, VOCAB - 1]
-    assert SamplingColumns.of([make_row(temperature=9e-6), make_row(temperature=1e-5)]).scalars[
-        "temperature"
-    ].tolist() == [
-        0.0,
-        np.float32(1e-5),
-    ]
+    sizes = (0, -1, VOCAB, VOCAB + 1, VOCAB - 1)
+    assert collect_options([make_row(top_k=k) for k in sizes])["top_k"].tolist() == [0, 0, 0, 0, VOCAB - 1]
+    temperatures = collect_options([make_row(temperature=9e-6), make_row(temperature=1e-5)])["temperature"]
+    assert temperatures.tolist() == [0.0, np.float32(1e-5)]
+    best_only = collect_options([make_row(top_p=0.0), make_row(min_p=1.0), make_row(min_p=0.5)])
+    assert best_only["top_k"].tolist() == [1, 1, 0]
+    assert best_only["min_scaled"].tolist() == [-np.inf, 0.0, np.float32(np.log(0.5))]
 
 
 def test_columns_hold_each_rows_own_values_in_order():
@@ -124,18 +126,31 @@ def test_columns_hold_each_rows_own_values_in_order():
             frequency_penalty=1.5,
             repetition_penalty=2.0,
         ),
+        make_row(bad_words=((8,), (1, 2))),
     ]
-    columns = SamplingColumns.of(rows)
-    assert columns.scalars.dtype == SCALARS
-    assert columns.scalars.tolist() == [
-        (0.5, 4, 0.25, 0.125, 1.0, 0.0, 0.0, 3, 0, 2),
-        (1.0, 0, 1.0, 0.0, 2.0, 1.5, 0.5, 2**64 - 1, 3, -1),
+    options = collect_options(rows)
+    assert options.dtype == ROW_OPTIONS
+    assert options[:2].tolist() == [
+        (0.5, 4, 0.25, 1.0, 0.0, 0.0, 3, 0, 2, np.float32(np.log(0.125))),
+        (1.0, 0, 1.0, 2.0, 1.5, 0.5, 2**64 - 1, 3, -1, -np.inf),
     ]
-    assert columns.positions.tolist() == [5, 2]
-    assert columns.allowed_ids[0] is None
-    assert columns.allowed_ids[1].tolist() == [3, 9]
-    assert columns.bias_ids[1].tolist() == [4, 3] and columns.bias_values[1].tolist() == [2.0, -1.0]
-    assert columns.seen_ids[1].tolist() == [1, 2] and columns.seen_counts[1].tolist() == [0, 0]
+    assert [row.num_tokens for row in rows] == [5, 2, 2]
+    edits = collect_edits(rows)
+    assert edits.edit_of_row.tolist() == [-1, 0, 1]
+    assert (edits.allowed.starts.tolist(), edits.allowed.values.tolist()) == ([0, 2, 2], [3, 9])
+    assert (edits.banned.starts.tolist(), edits.banned.values.tolist()) == ([0, 0, 1], [8])
+    assert (edits.biased.starts.tolist(), edits.biased.values.tolist()) == ([0, 2, 2], [4, 3])
+    assert edits.biases.tolist() == [2.0, -1.0]
+    assert (edits.seen.starts.tolist(), edits.seen.values.tolist()) == ([0, 2, 2], [1, 2])
+    assert edits.counts.tolist() == [0, 0]
+    assert collect_edits(rows[:1]) is None
+
+
+def test_masks_are_gathered_from_the_rows_that_have_one():
+    masks = collect_masks([None, np.arange(5, dtype=np.uint32), None, np.arange(4, 9, dtype=np.int32)], VOCAB)
+    assert masks.mask_of_row.tolist() == [-1, 0, -1, 1]
+    assert masks.words.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert collect_masks([None, None], VOCAB) is None
 
 
 # SMP-03: what reaches a row has been checked at the edge; a slip there must not index past the logits.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling.filters import draw, largest, likeliest, scale, weigh
+from octavo.sampling.filters import draw, largest, likeliest, scale, weigh, weight_bits
 
 
 def logits(size: int, kind: str, seed: int = 0) -> np.ndarray:
@@ -92,6 +92,21 @@ def test_draw_inverts_the_running_sum(size):
         before = ends[index] - weights[index]
         target = min(np.floor(uniform * ends[-1]), ends[-1] - 1)
         assert weights[index] > 0 and before <= target < ends[index]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000, 262_144])
+def test_weights_are_the_exponentials_to_float32_accuracy(size):
+    scaled = -np.concatenate([np.linspace(0, 24, 40_001), np.geomspace(1e-30, 30, 10_000)]).astype(np.float32)
+    exact = np.exp(scaled.astype(np.float64)) * 2.0 ** weight_bits(size)
+    weights = weigh(scaled, size).astype(np.float64)
+    assert np.all(np.abs(weights - exact) <= 2e-7 * exact + 0.5)
+    assert weigh(np.array([0, -0.0, -64, -1e30, -np.inf], np.float32), size).tolist() == [
+        2.0 ** weight_bits(size),
+        2.0 ** weight_bits(size),
+        0,
+        0,
+        0,
+    ]
 
 
 # SMP-10: rounding at the end of the running sum must not lead out of the support.

@@ -1,38 +1,23 @@
 """The sampling state of a request, and that of a step's rows column by column.
 
 A `RowSampling` lives on its request's row from start to end. It is a function of the request's parameters
-and token ids alone, so a row rebuilt from token ids samples what the incremental one would have. The
-columns are all that a sampler needs beside logits; a sampler in another language takes the same ones.
+and token ids alone, so a row rebuilt from token ids samples what the incremental one would have. A step of rows
+that edit no logits costs a few list comprehensions.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.backends.sampler import ROW_OPTIONS, Ragged, RowEdits, TokenMasks
 from octavo.request import SamplingParams
 
-# The fixed part of a row's columns, laid out as a C struct. Options that are off have their neutral value.
-SCALARS = np.dtype(
-    [
-        ("temperature", np.float32),  # 0: greedy
-        ("top_k", np.int32),  # 0: all
-        ("top_p", np.float64),  # 1: all
-        ("min_p", np.float64),  # 0: all
-        ("repetition_penalty", np.float64),  # 1: none
-        ("frequency_penalty", np.float64),  # 0: none
-        ("presence_penalty", np.float64),  # 0: none
-        ("seed", np.uint64),
-        ("choice", np.uint32),
-        ("num_logprobs", np.int32),  # alternatives beside the sampled token; -1: no logprobs
-    ],
-    align=True,
-)
-
-_NO_IDS = np.empty(0, np.int64)
+_NO_IDS = np.empty(0, np.int32)
+_NO_BIASES = np.empty(0, np.float32)
 
 
 class RowSampling:
@@ -53,11 +38,13 @@ class RowSampling:
         "allowed_ids",
         "bias_ids",
         "bias_values",
+        "edits",
+        "is_plain",
+        "num_logprobs",
         "num_output_tokens",
         "num_tokens",
+        "options",
         "params",
-        "scalars",
-        "wants_logprobs",
     )
 
     def __init__(
@@ -76,11 +63,10 @@ class RowSampling:
         self.params = params
         self.num_tokens = len(prompt_token_ids)
         self.num_output_tokens = 0
-        self.wants_logprobs = params.logprobs is not None
-        self.scalars = _scalars(params, choice, vocab_size).tobytes()
-        allowed_ids = params.allowed_token_ids
-        self.allowed_ids = None if allowed_ids is None else np.unique(np.array(allowed_ids, np.int64))
-        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+        self.num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
+        self.options = _options(params, choice, vocab_size, self.num_logprobs).tobytes()  # one ROW_OPTIONS
+        self.allowed_ids = np.unique(np.array(params.allowed_token_ids or (), np.int32))  # empty: all
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
         self.bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._min_tokens = params.min_tokens
         self._stop_ids = [token_id for token_id in (*eos_token_ids, *params.stop_token_ids) if token_id < vocab_size]
@@ -99,7 +85,10 @@ class RowSampling:
             # Frequency and presence count output tokens only, so the prompt matters to repetition alone.
             prompt = prompt_token_ids if params.repetition_penalty != 1 else ()
             self._seen = _SeenTokens(prompt, vocab_size)
-        self._never_edited = self._seen is None and not params.logit_bias and self.allowed_ids is None and not bad_words
+        self._never_edited = (
+            self._seen is None and not params.logit_bias and params.allowed_token_ids is None and not bad_words
+        )
+        self._see_min_tokens()
         for token_id in output_token_ids:
             self.append(token_id)
 
@@ -111,16 +100,15 @@ class RowSampling:
             self._bad_tail.append(token_id)
         if self._seen is not None:
             self._seen.count(token_id)
+        if self.num_output_tokens == self._min_tokens:
+            self._see_min_tokens()
 
-    @property
-    def is_plain(self) -> bool:
-        """The next token is the argmax of the logits as they are, and nobody asks for logprobs."""
-        return self.params.is_greedy and not self.wants_logprobs and not self.edits
-
-    @property
-    def edits(self) -> bool:
-        """Whether the logits of the next token are changed before its choice."""
-        return not self._never_edited or bool(self._stop_ids and self.num_output_tokens < self._min_tokens)
+    def _see_min_tokens(self) -> None:
+        bans_ends = bool(self._stop_ids) and self.num_output_tokens < self._min_tokens
+        # Whether the logits of the next token are changed before its choice.
+        self.edits: bool = bans_ends or not self._never_edited
+        # The next token is the argmax of the logits as they are, and nobody asks for logprobs.
+        self.is_plain: bool = self.params.is_greedy and self.num_logprobs < 0 and not self.edits
 
     @property
     def banned_ids(self) -> list[int]:
@@ -150,35 +138,51 @@ class RowSampling:
         return self._seen.counts if self._seen is not None else _NO_IDS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingColumns:
-    """Row i samples the token at index positions[i] of its sequence.
+def collect_options(rows: Sequence[RowSampling]) -> np.ndarray:
+    """[N] ROW_OPTIONS"""
+    return np.frombuffer(b"".join([row.options for row in rows]), ROW_OPTIONS)
 
-    Ragged columns hold one array per row, views of the rows' own: valid until a row is appended to. All ids
-    are below the number of ids that may be sampled, and distinct within a row except `banned_ids`.
-    """
 
-    scalars: np.ndarray  # [N] SCALARS
-    positions: np.ndarray  # [N] uint64
-    allowed_ids: tuple[np.ndarray | None, ...]  # all other ids are masked; None: all ids may come
-    banned_ids: tuple[list[int], ...]  # masked
-    bias_ids: tuple[np.ndarray, ...]
-    bias_values: tuple[np.ndarray, ...]  # float32
-    seen_ids: tuple[np.ndarray, ...]  # what penalties concern
-    seen_counts: tuple[np.ndarray, ...]  # occurrences in the output
+def collect_edits(rows: Sequence[RowSampling]) -> RowEdits | None:
+    """The edits of the rows that have any, as they are now; None where no row has."""
+    edited = [row for row in rows if row.edits]
+    if not edited:
+        return None
+    edit_of_row = np.array([row.edits for row in rows]).cumsum(dtype=np.int32) - 1
+    if len(edited) < len(rows):
+        edit_of_row[[i for i, row in enumerate(rows) if not row.edits]] = -1
+    banned = [row.banned_ids for row in edited]
+    starts = np.zeros(len(edited) + 1, np.int64)
+    np.cumsum([len(ids) for ids in banned], out=starts[1:])
+    return RowEdits(
+        edit_of_row,
+        allowed=_ragged([row.allowed_ids for row in edited]),
+        banned=Ragged(starts, np.array([token_id for ids in banned for token_id in ids], np.int32)),
+        biased=_ragged([row.bias_ids for row in edited]),
+        biases=np.concatenate([row.bias_values for row in edited]),
+        seen=_ragged([row.seen_ids for row in edited]),
+        counts=np.concatenate([row.seen_counts for row in edited]),
+    )
 
-    @classmethod
-    def of(cls, rows: Sequence[RowSampling]) -> SamplingColumns:
-        return cls(
-            scalars=np.frombuffer(b"".join([row.scalars for row in rows]), SCALARS),
-            positions=np.fromiter([row.num_tokens for row in rows], np.uint64, len(rows)),
-            allowed_ids=tuple([row.allowed_ids for row in rows]),
-            banned_ids=tuple([row.banned_ids for row in rows]),
-            bias_ids=tuple([row.bias_ids for row in rows]),
-            bias_values=tuple([row.bias_values for row in rows]),
-            seen_ids=tuple([row.seen_ids for row in rows]),
-            seen_counts=tuple([row.seen_counts for row in rows]),
-        )
+
+def collect_masks(token_masks: Sequence[np.ndarray | None], vocab_size: int) -> TokenMasks | None:
+    """Masks of the rows that have one; None where no row has."""
+    given = [mask for mask in token_masks if mask is not None]
+    if not given:
+        return None
+    num_words = -(-vocab_size // 32)
+    shortest = min(len(mask) for mask in given)
+    assert shortest >= num_words, f"a token mask of {shortest} words for {vocab_size} tokens"
+    words = np.stack([mask[:num_words].view(np.uint32) for mask in given])
+    mask_of_row = np.full(len(token_masks), -1, np.int32)
+    mask_of_row[[i for i, mask in enumerate(token_masks) if mask is not None]] = np.arange(len(given))
+    return TokenMasks(mask_of_row, words)
+
+
+def _ragged(lists: list[np.ndarray]) -> Ragged:
+    starts = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(ids) for ids in lists], out=starts[1:])
+    return Ragged(starts, np.concatenate(lists) if starts[-1] else _NO_IDS)
 
 
 class _SeenTokens:
@@ -187,15 +191,15 @@ class _SeenTokens:
     __slots__ = ("_counts", "_ids", "_slots")
 
     def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
-        ids = np.unique(np.array(prompt, np.int64))
+        ids = np.unique(np.array(prompt, np.int32))
         self._ids = ids[ids < vocab_size]
-        self._counts = np.zeros(len(self._ids), np.int64)
+        self._counts = np.zeros(len(self._ids), np.int32)
         self._slots = {token_id: slot for slot, token_id in enumerate(self._ids.tolist())}
 
     def count(self, token_id: int) -> None:
         slot = self._slots.setdefault(token_id, len(self._slots))
         if slot == len(self._ids):
-            room = np.zeros(max(64, slot), np.int64)
+            room = np.zeros(max(64, slot), np.int32)
             self._ids = np.concatenate([self._ids, room])
             self._counts = np.concatenate([self._counts, room])
         self._ids[slot] = token_id
@@ -210,22 +214,22 @@ class _SeenTokens:
         return self._counts[: len(self._slots)]
 
 
-def _scalars(params: SamplingParams, choice: int, vocab_size: int) -> np.ndarray:
+def _options(params: SamplingParams, choice: int, vocab_size: int, num_logprobs: int) -> np.ndarray:
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
+    takes_best = params.top_p == 0 or params.min_p == 1
     assert params.seed is not None
     return np.array(
         (
             0.0 if params.is_greedy else params.temperature,
-            top_k,
+            1 if takes_best else top_k,
             params.top_p,
-            params.min_p,
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
             params.seed % 2**64,
             choice,
             num_logprobs,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
         ),
-        SCALARS,
+        ROW_OPTIONS,
     )

@@ -19,22 +19,51 @@ _BLOCK = 64  # elements under one block maximum
 _CHUNK = 256  # weights under one partial sum
 _FIRST_NUCLEUS = 256  # tokens that top_p looks at first, then 8 times as many
 
+_LOG2_E = np.float32(1.44269504)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+# (exp(x) - 1 - x) / x^2 for |x| <= ln(2) / 2
+_EXP_COEFFICIENTS = tuple(
+    np.float32(c)
+    for c in (1.3934544519920112e-3, 8.36377646663759e-3, 4.166645677792509e-2, 1.6666573358081568e-1, 0.5)
+)
+
 
 def scale(values: Floats, peak: float, temperature: float) -> Floats:
-    """(values - peak) / temperature in float32: the logits of the scaled distribution, at most 0."""
+    """(values - peak) * (1 / temperature) in float32: the logits of the scaled distribution, at most 0."""
     scaled: Floats = values - np.float32(peak)
-    return np.divide(scaled, np.float32(temperature), out=scaled)
+    return np.multiply(scaled, np.float32(1) / np.float32(temperature), out=scaled)
 
 
 def weigh(scaled: Floats, vocab_size: int) -> Floats:
     """Integer weights proportional to exp(scaled), as float32: rint(exp(scaled) * 2**k).
 
-    k = 52 - ceil(log2(vocab_size)), so any sum of weights of a row is exact in float64. The likeliest
-    token weighs 2**k; what is below 2**-(k + 1) of it weighs 0 and cannot be drawn.
+    k = weight_bits(vocab_size), so any sum of weights of a row is exact in float64. The likeliest token weighs 2**k;
+    what is below 2**-(k + 1) of it weighs 0 and cannot be drawn. The exponential is spelled out, so that kernels
+    (csrc/ops/sampler.cpp) can have the same bits: no operation is fused, its relative error is below 2e-7.
     """
-    weights: Floats = np.exp(scaled)
-    np.multiply(weights, np.float32(2.0 ** (52 - (vocab_size - 1).bit_length())), out=weights)
+    x = np.maximum(scaled, np.float32(-64))
+    power = np.rint(x * _LOG2_E)
+    x -= power * _LN2_HIGH  # exact
+    x -= power * _LN2_LOW
+    weights: Floats = np.full_like(x, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        weights *= x
+        weights += coefficient
+    weights *= x
+    weights *= x
+    weights += x
+    weights += np.float32(1)
+    exponent = power.astype(np.int32)
+    exponent += 127 + weight_bits(vocab_size)
+    exponent <<= 23
+    weights *= exponent.view(np.float32)
     return np.rint(weights, out=weights)
+
+
+def weight_bits(vocab_size: int) -> int:
+    """The likeliest token weighs 2 to this power: the weights of `vocab_size` tokens sum up to at most 2**52."""
+    return 52 - (vocab_size - 1).bit_length()
 
 
 def largest(values: Floats, count: int) -> Indices:
