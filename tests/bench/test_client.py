@@ -122,8 +122,8 @@ async def test_a_chat_is_one_message_of_the_user() -> None:
 async def test_times_are_those_of_the_server() -> None:
     async with fake_server(Reply(first_s=0.08, gap_s=0.04)) as server:
         record = await ask(client(server))
-    assert 0.08 <= record.ttft_s < 0.5
-    assert all(0.03 <= gap < 0.5 for gap in record.itls_s)
+    assert 0.08 <= record.ttft_s < 2
+    assert all(0.03 <= gap < 2 for gap in record.itls_s)
     assert len(record.itls_s) == 2
     assert record.latency_s == pytest.approx(record.ttft_s + sum(record.itls_s))
 

@@ -82,7 +82,7 @@ def test_the_bos_that_a_server_adds_is_counted(bos_tokenizer: Tokenizer) -> None
 def test_random_lengths_fill_their_range(tokenizer: Tokenizer) -> None:
     made = workload(tokenizer, num_prompts=400, random_input_len=10, random_output_len=20, random_range_ratio=0.5)
     assert set(lengths(made, tokenizer)) == set(range(5, 16))
-    assert set(request.output_len for request in made.requests) == set(range(10, 31))
+    assert {request.output_len for request in made.requests} == set(range(10, 31))
 
 
 def test_random_prompts_share_their_prefix_and_nothing_else(tokenizer: Tokenizer) -> None:
