@@ -85,9 +85,22 @@ inline F32 load_until(const float* values, int64_t first, int64_t end) {
     return select(inside, load_masked(values + first, inside), broadcast(-kInfinity));
 }
 
-// rint(exp(scaled) * 2^k) for scaled <= 0, with factor_exponent = 127 + k. Not fused: octavo.sampling.filters.weigh
-// computes the same with NumPy.
-inline F32 weigh(F32 scaled, I32 factor_exponent) {
+// To the nearest integer, ties to even, of a number that is not negative.
+inline F32 round_to_integer(F32 x) {
+#if defined(__AVX512F__)
+    return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#elif defined(__AVX2__)
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
+#else
+    // From 2^23 on there is no fraction; below, this sum rounds it away.
+    const F32 limit = broadcast(8388608.0f);
+    return select(less(x, limit), (x + limit) - limit, x);
+#endif
+}
+
+// rint(exp(scaled) * 2^k) for scaled <= 0. Not fused: octavo.sampling.filters.weigh computes the same with NumPy.
+inline F32 weigh(F32 scaled, I32 k) {
     const F32 x = max(scaled, broadcast(-64.0f));
     const I32 n = to_i32(x * broadcast(1.44269504f));
     const F32 whole = to_f32(n);
@@ -98,10 +111,7 @@ inline F32 weigh(F32 scaled, I32 factor_exponent) {
     p = p * r + broadcast(1.6666573358081568e-1f);
     p = p * r + broadcast(0.5f);
     p = (p * r * r + r) + broadcast(1.0f);
-    const F32 product = p * as_f32(shift_left<23>(n + factor_exponent));
-    // From 2^23 on there is no fraction; below, this sum rounds it away.
-    const F32 limit = broadcast(8388608.0f);
-    return select(less(product, limit), (product + limit) - limit, product);
+    return round_to_integer(as_f32(as_i32(p) + shift_left<23>(n + k)));
 }
 
 inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -123,6 +133,7 @@ struct Row {
     const uint32_t* mask;
     bool is_done;
     bool lists_all;
+    bool has_plain_sums;  // `sums` are of the distribution that is described
     float peak;
     int64_t best;
     float inverse_temperature;
@@ -147,8 +158,8 @@ struct Shape {
     int64_t size;    // vocab_size
     int64_t groups;
     int64_t parts;
-    I32 factor_exponent;  // of weights
-    double unit;          // 2^-k
+    I32 k;            // weights are integers in units of 2^-k
+    double unit;      // 2^-k
 
     int64_t first_group(int64_t part) const { return chunk_start(groups, parts, part); }
     int64_t first_id(int64_t part) const { return minimum(first_group(part) * kGroup, size); }
@@ -279,19 +290,21 @@ void list_reaching(const Shape& shape, Row& row, int64_t part, const float* valu
     row.parts[part].num_listed = listed - shape.first_id(part);
 }
 
-// Weights of a part, summed by group; those that reach `row.bound` when scaled are listed if `lists`.
-template <bool lists>
+// Weights of a part, summed by group. If `lists`, those that reach `row.bound` when scaled are listed; unless `has_least`,
+// min_scaled is off.
+template <bool lists, bool has_least>
 void weigh_part(const Shape& shape, Row& row, int64_t part) {
     const F32 peak = broadcast(row.peak), inverse = broadcast(row.inverse_temperature);
     const F32 least = broadcast(row.options->min_scaled), bound = broadcast(row.bound), zero = broadcast(0.0f);
-    const I32 factor_exponent = shape.factor_exponent;
+    const I32 k = shape.k;
     int64_t listed = shape.first_id(part);
     for (int64_t group = shape.first_group(part); group < shape.first_group(part + 1); ++group) {
         const int64_t first = group * kGroup, end = minimum(first + kGroup, shape.size);
         Sums sums;
         for (int64_t i = first; i < end; i += kStep) {
             const F32 scaled = (load_until(row.values, i, end) - peak) * inverse;
-            const F32 weights = select(less(scaled, least), zero, weigh(scaled, factor_exponent));
+            F32 weights = weigh(scaled, k);
+            if constexpr (has_least) weights = select(less(scaled, least), zero, weights);
             sums.add(weights);
             if constexpr (lists) {
                 uint32_t reached = ~to_bits(less(scaled, bound)) & 0xffff;
@@ -311,21 +324,32 @@ void weigh_part(const Shape& shape, Row& row, int64_t part) {
     row.parts[part].num_listed = listed - shape.first_id(part);
 }
 
+void weigh_part(const Shape& shape, Row& row, int64_t part, bool lists) {
+    const bool has_least = row.options->min_scaled > -kInfinity;
+    if (lists) {
+        has_least ? weigh_part<true, true>(shape, row, part) : weigh_part<true, false>(shape, row, part);
+    } else {
+        has_least ? weigh_part<false, true>(shape, row, part) : weigh_part<false, false>(shape, row, part);
+    }
+}
+
 // For log-probabilities: weights at temperature 1 summed by group, tokens above `value` counted, those that reach
 // `row.bound` listed where alternatives are wanted.
 void describe_part(const Shape& shape, Row& row, int64_t part, const float* values, float peak, float value) {
     const F32 peaks = broadcast(peak), own = broadcast(value);
-    const I32 factor_exponent = shape.factor_exponent;
+    const I32 k = shape.k;
     int64_t above = 0;
     for (int64_t group = shape.first_group(part); group < shape.first_group(part + 1); ++group) {
         const int64_t first = group * kGroup, end = minimum(first + kGroup, shape.size);
         const bool may_be_above = to_bits(less(own, load(row.maxima + group * kStep))) != 0;
-        Sums sums;
-        for (int64_t i = first; i < end; i += kStep) {
-            const F32 x = load_until(values, i, end);
-            sums.add(weigh(x - peaks, factor_exponent));
-            if (may_be_above) above += __builtin_popcount(to_bits(less(own, x)));
+        if (may_be_above) {
+            for (int64_t i = first; i < end; i += kStep) {
+                above += __builtin_popcount(to_bits(less(own, load_until(values, i, end))));
+            }
         }
+        if (row.has_plain_sums) continue;
+        Sums sums;
+        for (int64_t i = first; i < end; i += kStep) sums.add(weigh(load_until(values, i, end) - peaks, k));
         row.sums[group] = sums.total();
     }
     row.parts[part].num_above = above;
@@ -509,7 +533,7 @@ void draw_from_all(const SampleArgs& args, const Shape& shape, Row& row) {
     for (int64_t i = first; i < end; i += kStep) {
         const F32 scaled = (load_until(row.values, i, end) - peak) * inverse;
         float weights[kLanes];
-        store(weights, select(less(scaled, least), broadcast(0.0f), weigh(scaled, shape.factor_exponent)));
+        store(weights, select(less(scaled, least), broadcast(0.0f), weigh(scaled, shape.k)));
         for (size_t lane = 0; lane < kLanes; ++lane) {
             sum += static_cast<double>(weights[lane]);
             if (sum > target) {
@@ -530,7 +554,7 @@ void begin(const SampleArgs& args, Row& row, int64_t index) {
     row.edit = args.edit_of_row == nullptr ? -1 : args.edit_of_row[index];
     const int32_t mask = args.mask_of_row == nullptr ? -1 : args.mask_of_row[index];
     row.mask = mask < 0 ? nullptr : args.masks + mask * args.mask_words;
-    row.is_done = row.lists_all = false;
+    row.is_done = row.lists_all = row.has_plain_sums = false;
     row.cut = -kInfinity;
     row.last_cut = args.vocab_size;
 }
@@ -538,6 +562,15 @@ void begin(const SampleArgs& args, Row& row, int64_t index) {
 bool is_edited(const Row& row) { return row.edit >= 0 || row.mask != nullptr; }
 bool draws(const Row& row) { return !row.is_done && row.options->temperature > 0 && row.options->top_k != 1; }
 bool is_described(const Row& row) { return row.options->num_logprobs >= 0; }
+
+bool describes_processed(const SampleArgs& args, const Row& row) {
+    return args.processed && args.given == nullptr && row.options->temperature > 0;
+}
+
+// Whether `maxima` and `values` are not yet those of the distribution that is described.
+bool describes_other(const SampleArgs& args, const Row& row) {
+    return describes_processed(args, row) || (!args.processed && row.edit >= 0);
+}
 
 void fail(const SampleArgs& args, Row& row, SampleStatus status) {
     args.token_ids[row.index] = -1;
@@ -571,16 +604,15 @@ void prepare_draw(const SampleArgs& args, const Shape& shape, Row& row) {
         row.bound = reached_by(shape, row, o.top_k);
     } else {
         row.bound = kLikely > o.min_scaled ? kLikely : o.min_scaled;
+        row.has_plain_sums = o.temperature == 1.0f && !(o.min_scaled > -kInfinity) && !describes_other(args, row);
     }
 }
 
 void list_or_weigh(const Shape& shape, Row& row, int64_t part) {
     if (row.options->top_k > 0) {
         list_reaching(shape, row, part, row.values);
-    } else if (row.options->top_p < 1) {
-        weigh_part<true>(shape, row, part);
     } else {
-        weigh_part<false>(shape, row, part);
+        weigh_part(shape, row, part, row.options->top_p < 1);
     }
 }
 
@@ -595,7 +627,7 @@ void draw_of_top_k(const SampleArgs& args, const Shape& shape, Row& row) {
     Sums sums;
     for (int64_t i = 0; i < row.num_listed; i += kStep) {
         const F32 scaled = (load_until(row.list_values, i, row.num_listed) - peak) * inverse;
-        const F32 weights = select(less(scaled, least), broadcast(0.0f), weigh(scaled, shape.factor_exponent));
+        const F32 weights = select(less(scaled, least), broadcast(0.0f), weigh(scaled, shape.k));
         store(row.list_weights + i, weights);
         sums.add(weights);
     }
@@ -638,15 +670,6 @@ void draw(const SampleArgs& args, const Shape& shape, Row& row) {
 }
 
 // ---- log-probabilities ----
-
-bool describes_processed(const SampleArgs& args, const Row& row) {
-    return args.processed && args.given == nullptr && row.options->temperature > 0;
-}
-
-// Whether `maxima` and `values` are not yet those of the distribution that is described.
-bool describes_other(const SampleArgs& args, const Row& row) {
-    return describes_processed(args, row) || (!args.processed && row.edit >= 0);
-}
 
 // Put the distribution that is described in its place: the logits after the mask, or what was drawn from.
 void restore_part(const SampleArgs& args, const Shape& shape, Row& row, int64_t part) {
@@ -741,7 +764,7 @@ void sample_rows(const SampleArgs& args, const Shape& shape, Row* rows, int64_t 
     each_part(draws, [&](Row& row, int64_t part) { list_or_weigh(shape, row, part); });
     each_row(draws, [&](Row& row) { draw(args, shape, row); });
     const auto lists_all = [](const Row& row) { return row.lists_all; };
-    each_part(lists_all, [&](Row& row, int64_t part) { weigh_part<true>(shape, row, part); });
+    each_part(lists_all, [&](Row& row, int64_t part) { weigh_part(shape, row, part, true); });
     each_row(lists_all, [&](Row& row) { draw_of_top_p(args, shape, row); });
     for (int64_t i = 0; i < num_rows; ++i) {
         if (rows[i].is_done) continue;
@@ -766,7 +789,7 @@ void sample(const SampleArgs& args, Team& team) {
     const int num_threads = team.num_threads();
     const int64_t groups = (args.vocab_size + kGroup - 1) / kGroup;
     const int k = 52 - ceil_log2(args.vocab_size);
-    Shape shape{args.vocab_size, groups, 1, broadcast(int32_t{127 + k}), 1.0 / static_cast<double>(int64_t{1} << k)};
+    Shape shape{args.vocab_size, groups, 1, broadcast(int32_t{k}), 1.0 / static_cast<double>(int64_t{1} << k)};
     const SampleWorkspace layout = sample_workspace(args.vocab_size, num_threads);
     const auto row_at = [&](int64_t slot, int64_t index) {
         uint8_t* base = args.workspace + slot * layout.slot_bytes;

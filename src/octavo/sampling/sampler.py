@@ -100,8 +100,8 @@ class Sampler:
         token_ids: list[int] = sampled.token_ids.tolist()
         failed: dict[int, str] = {}
         if sampled.statuses.any():
-            for row in np.flatnonzero(sampled.statuses).tolist():
-                failed[row] = _REASONS[SampleStatus(sampled.statuses[row])]
+            for i in np.flatnonzero(sampled.statuses).tolist():
+                failed[i] = _REASONS[SampleStatus(sampled.statuses[i])]
         logprobs: dict[int, TokenLogprobs] = {}
         if sampled.described is not None:
             for i, row in enumerate(rows):
