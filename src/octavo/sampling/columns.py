@@ -17,7 +17,6 @@ from octavo.backends.sampler import ROW_OPTIONS, Ragged, RowEdits, TokenMasks
 from octavo.request import SamplingParams
 
 _NO_IDS = np.empty(0, np.int32)
-_NO_BIASES = np.empty(0, np.float32)
 
 
 class RowSampling:
@@ -117,6 +116,8 @@ class RowSampling:
         The last token of a bad word is banned when the word's other tokens are the last *output* tokens,
         as in vLLM: a prompt that ends in the beginning of a bad word does not count.
         """
+        if not self._bad_prefixes and self.num_output_tokens >= self._min_tokens:
+            return self._banned_always
         banned = list(self._banned_always)
         if self._bad_prefixes:
             tail = tuple(self._bad_tail)
@@ -148,20 +149,16 @@ def collect_edits(rows: Sequence[RowSampling]) -> RowEdits | None:
     edited = [row for row in rows if row.edits]
     if not edited:
         return None
-    edit_of_row = np.array([row.edits for row in rows]).cumsum(dtype=np.int32) - 1
-    if len(edited) < len(rows):
-        edit_of_row[[i for i, row in enumerate(rows) if not row.edits]] = -1
-    banned = [row.banned_ids for row in edited]
-    starts = np.zeros(len(edited) + 1, np.int64)
-    np.cumsum([len(ids) for ids in banned], out=starts[1:])
+    edit_of_row = np.full(len(rows), -1, np.int32)
+    edit_of_row[[i for i, row in enumerate(rows) if row.edits]] = np.arange(len(edited))
     return RowEdits(
         edit_of_row,
-        allowed=_ragged([row.allowed_ids for row in edited]),
-        banned=Ragged(starts, np.array([token_id for ids in banned for token_id in ids], np.int32)),
-        biased=_ragged([row.bias_ids for row in edited]),
-        biases=np.concatenate([row.bias_values for row in edited]),
-        seen=_ragged([row.seen_ids for row in edited]),
-        counts=np.concatenate([row.seen_counts for row in edited]),
+        allowed=_ragged([row.allowed_ids for row in edited], np.int32),
+        banned=_ragged([row.banned_ids for row in edited], np.int32),
+        biased=_ragged([row.bias_ids for row in edited], np.int32),
+        biases=_ragged([row.bias_values for row in edited], np.float32).values,
+        seen=_ragged([row.seen_ids for row in edited], np.int32),
+        counts=_ragged([row.seen_counts for row in edited], np.int32).values,
     )
 
 
@@ -179,39 +176,36 @@ def collect_masks(token_masks: Sequence[np.ndarray | None], vocab_size: int) -> 
     return TokenMasks(mask_of_row, words)
 
 
-def _ragged(lists: list[np.ndarray]) -> Ragged:
+def _ragged(lists: Sequence[np.ndarray | list[int]], dtype: type[np.number]) -> Ragged:
+    lengths = [len(ids) for ids in lists]
     starts = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(ids) for ids in lists], out=starts[1:])
-    return Ragged(starts, np.concatenate(lists) if starts[-1] else _NO_IDS)
+    if not any(lengths):
+        return Ragged(starts, np.empty(0, dtype))
+    np.cumsum(lengths, out=starts[1:])
+    return Ragged(starts, np.concatenate(lists, dtype=dtype, casting="unsafe"))
 
 
 class _SeenTokens:
     """Distinct token ids with their number of occurrences in the output, counted in constant time per token."""
 
-    __slots__ = ("_counts", "_ids", "_slots")
+    __slots__ = ("_all_counts", "_all_ids", "_slots", "counts", "ids")
 
     def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
         ids = np.unique(np.array(prompt, np.int32))
-        self._ids = ids[ids < vocab_size]
-        self._counts = np.zeros(len(self._ids), np.int32)
-        self._slots = {token_id: slot for slot, token_id in enumerate(self._ids.tolist())}
+        self.ids = self._all_ids = ids[ids < vocab_size]
+        self.counts = self._all_counts = np.zeros(len(self.ids), np.int32)
+        self._slots = {token_id: slot for slot, token_id in enumerate(self.ids.tolist())}
 
     def count(self, token_id: int) -> None:
         slot = self._slots.setdefault(token_id, len(self._slots))
-        if slot == len(self._ids):
-            room = np.zeros(max(64, slot), np.int32)
-            self._ids = np.concatenate([self._ids, room])
-            self._counts = np.concatenate([self._counts, room])
-        self._ids[slot] = token_id
-        self._counts[slot] += 1
-
-    @property
-    def ids(self) -> np.ndarray:
-        return self._ids[: len(self._slots)]
-
-    @property
-    def counts(self) -> np.ndarray:
-        return self._counts[: len(self._slots)]
+        if slot == len(self.ids):
+            if slot == len(self._all_ids):
+                room = np.zeros(max(64, slot), np.int32)
+                self._all_ids = np.concatenate([self._all_ids, room])
+                self._all_counts = np.concatenate([self._all_counts, room])
+            self.ids, self.counts = self._all_ids[: slot + 1], self._all_counts[: slot + 1]
+            self.ids[slot] = token_id
+        self.counts[slot] += 1
 
 
 def _options(params: SamplingParams, choice: int, vocab_size: int, num_logprobs: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,15 +40,21 @@ def describe(
     described.top_values[row, : len(top)] = values[top]
 
 
-def token_logprobs(described: Described, row: int, token_id: int) -> TokenLogprobs:
-    """What a row was described as, in float64."""
-    peak, log_total = float(described.peaks[row]), math.log(described.totals[row])
-    num_top = int(described.num_top[row])
-    top_values = described.top_values[row, :num_top].tolist()
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(described.values[row]) - peak - log_total,
-        rank=int(described.ranks[row]),
-        top_token_ids=tuple(described.top_ids[row, :num_top].tolist()),
-        top_logprobs=tuple([value - peak - log_total for value in top_values]),
-    )
+def token_logprobs(described: Described, rows: Sequence[int], token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    """What `rows` were described as, in float64; `token_ids` are those of all rows."""
+    values, peaks = described.values.tolist(), described.peaks.tolist()
+    totals, ranks, nums_top = described.totals.tolist(), described.ranks.tolist(), described.num_top.tolist()
+    all_ids, all_values = described.top_ids.tolist(), described.top_values.tolist()
+    entries = []
+    for row in rows:
+        peak, log_total, num_top = peaks[row], math.log(totals[row]), nums_top[row]
+        entries.append(
+            TokenLogprobs(
+                token_ids[row],
+                values[row] - peak - log_total,
+                ranks[row],
+                tuple(all_ids[row][:num_top]),
+                tuple([value - peak - log_total for value in all_values[row][:num_top]]),
+            )
+        )
+    return entries

@@ -104,9 +104,8 @@ class Sampler:
                 failed[i] = _REASONS[SampleStatus(sampled.statuses[i])]
         logprobs: dict[int, TokenLogprobs] = {}
         if sampled.described is not None:
-            for i, row in enumerate(rows):
-                if row.num_logprobs >= 0 and i not in failed:
-                    logprobs[i] = token_logprobs(sampled.described, i, token_ids[i])
+            asking = [i for i, row in enumerate(rows) if row.num_logprobs >= 0 and i not in failed]
+            logprobs = dict(zip(asking, token_logprobs(sampled.described, asking, token_ids), strict=True))
         return SampleOutput(token_ids, logprobs, failed)
 
     def score(self, logits: Floats, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -133,4 +132,4 @@ class Sampler:
         if sampled.statuses.any():
             raise RequestFailed(NOT_FINITE)
         assert sampled.described is not None
-        return [token_logprobs(sampled.described, row, token_id) for row, token_id in enumerate(given_ids.tolist())]
+        return token_logprobs(sampled.described, range(num_rows), given_ids.tolist())
