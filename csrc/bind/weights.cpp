@@ -178,6 +178,11 @@ void bind_weights(nb::module_& m) {
         .def_ro("padded_k", &PackedMatrix::padded_k)
         .def_ro("num_panels", &PackedMatrix::num_panels)
         .def_ro("group", &PackedMatrix::group)
+        .def_prop_ro("memory", [](nb::handle self) {
+            const auto& w = nb::cast<const PackedMatrix&>(self);
+            const size_t size = static_cast<size_t>(region_layout(w).size);
+            return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(w.data, {size}, self);
+        }, nb::rv_policy::reference)
         .def_prop_ro("nbytes", [](const PackedMatrix& w) { return region_layout(w).size; });
     m.def("packed_bytes", &packed_bytes, "format"_a, "n"_a, "k"_a, "group"_a = 0, "scale_format"_a = "f32",
           "has_min"_a = false, "gated"_a = false);

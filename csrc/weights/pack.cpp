@@ -409,13 +409,13 @@ void each_slab(const PackedMatrix& m, const Body& body) {
 }
 
 template <class T>
-struct Plain;  // how a float format is read and made
+struct Plain;  // how a float format is read and made; `overflow`: the bits of the least float32 that is infinite in it
 template <>
 struct Plain<float> {
     using Unit = uint32_t;
     static constexpr RowType type = RowType::f32;
+    static constexpr int32_t overflow = 0x7f800000;
     static float from(float x) { return x; }
-    static bool overflows(float, float) { return false; }
 };
 struct Bf16 {
     uint16_t bits;
@@ -424,8 +424,8 @@ template <>
 struct Plain<Bf16> {
     using Unit = uint32_t;  // of two k
     static constexpr RowType type = RowType::bf16;
+    static constexpr int32_t overflow = 0x7f7f8000;
     static Bf16 from(float x) { return {to_bf16(x)}; }
-    static bool overflows(float x, Bf16 y) { return (y.bits & 0x7fff) == 0x7f80 && (bits_of(x) & 0x7fffffff) < 0x7f800000; }
 };
 struct F16 {
     uint16_t bits;
@@ -434,8 +434,8 @@ template <>
 struct Plain<F16> {
     using Unit = uint16_t;
     static constexpr RowType type = RowType::f16;
+    static constexpr int32_t overflow = 0x477ff000;
     static F16 from(float x) { return {to_f16(x)}; }
-    static bool overflows(float x, F16 y) { return (y.bits & 0x7fff) == 0x7c00 && (bits_of(x) & 0x7fffffff) < 0x7f800000; }
 };
 
 template <class T>
@@ -458,7 +458,12 @@ int64_t pack_plain(const PackedMatrix& m, const RowMap& rows, Team& team) {
                 float values[kSlab];
                 read_values(row, k, filled, values);
                 for (int64_t i = 0; i < filled; ++i) out[i] = Plain<T>::from(values[i]);
-                for (int64_t i = 0; i < filled; ++i) overflows += Plain<T>::overflows(values[i], out[i]);
+                int32_t infinite = 0;
+                for (int64_t i = 0; i < filled; ++i) {
+                    const auto magnitude = static_cast<int32_t>(bits_of(values[i]) & 0x7fffffff);
+                    infinite += magnitude >= Plain<T>::overflow && magnitude < 0x7f800000;
+                }
+                overflows += infinite;
             }
             using Unit = typename Plain<T>::Unit;
             interleave<Unit>(tile, padded, reinterpret_cast<Unit*>(data_at(m, panel, k)));
@@ -473,15 +478,36 @@ int64_t pack_plain(const PackedMatrix& m, const RowMap& rows, Team& team) {
 struct Range {
     float low = __builtin_inff();
     float high = -__builtin_inff();
-    uint32_t magnitude = 0;  // bits of the largest |w|: as integers, NaN and infinity are the largest
+    float poison = 0.0f;  // NaN once a value was infinity or NaN
 
     void add(const float* values, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-            low = values[i] < low ? values[i] : low;
-            high = values[i] > high ? values[i] : high;
+        constexpr int64_t lanes = 8;
+        float lows[lanes], highs[lanes], poisons[lanes];
+        for (int64_t l = 0; l < lanes; ++l) lows[l] = low, highs[l] = high, poisons[l] = poison;
+        int64_t i = 0;
+        for (; i + lanes <= count; i += lanes) {
+            for (int64_t l = 0; l < lanes; ++l) {
+                const float x = values[i + l];
+                lows[l] = x < lows[l] ? x : lows[l];
+                highs[l] = x > highs[l] ? x : highs[l];
+                poisons[l] = poisons[l] + x * 0.0f;
+            }
         }
-        for (int64_t i = 0; i < count; ++i) magnitude = std::max(magnitude, bits_of(values[i]) & 0x7fffffff);
+        for (int64_t l = 0; i < count; ++i, ++l) {
+            const float x = values[i];
+            lows[l] = x < lows[l] ? x : lows[l];
+            highs[l] = x > highs[l] ? x : highs[l];
+            poisons[l] = poisons[l] + x * 0.0f;
+        }
+        for (int64_t l = 0; l < lanes; ++l) {
+            low = std::min(low, lows[l]);
+            high = std::max(high, highs[l]);
+            poison += poisons[l];
+        }
     }
+
+    bool is_empty() const { return high < low; }
+    float magnitude() const { return is_empty() ? poison : std::max(-low, high) + poison; }
 };
 
 // w is about scale * (q - zero) + min, q in [least, most].
@@ -496,12 +522,11 @@ struct Grid {
 Grid choose_grid(const PackedMatrix& m, const Range& range) {
     const bool is_int4 = m.format == WeightFormat::int4;
     const auto stored = [&](float x) { return m.scale_format == ScaleFormat::f16 ? from_f16(to_f16(x)) : x; };
-    const bool is_empty = range.high < range.low;
     Grid grid;
     if (m.has_min) {
         grid.least = is_int4 ? 0 : -128;
         grid.most = is_int4 ? 15 : 127;
-        if (is_empty) return grid;
+        if (range.is_empty()) return grid;
         grid.scale = stored((range.high - range.low) / (is_int4 ? 15.0f : 255.0f));
         grid.min = stored(range.low - static_cast<float>(grid.least) * grid.scale);
         return grid;
@@ -509,9 +534,9 @@ Grid choose_grid(const PackedMatrix& m, const Range& range) {
     grid.zero = is_int4 ? 8 : 0;
     grid.least = is_int4 ? 0 : -127;
     grid.most = is_int4 ? 15 : 127;
-    if (is_empty) return grid;
+    if (range.is_empty()) return grid;
     const float largest = range.high >= -range.low ? range.high : range.low;
-    grid.scale = stored(is_int4 ? largest / -8.0f : from_bits(range.magnitude) / 127.0f);
+    grid.scale = stored(is_int4 ? largest / -8.0f : std::max(-range.low, range.high) / 127.0f);
     return grid;
 }
 
@@ -688,7 +713,8 @@ float quantize_values(const PackedMatrix& target, const std::vector<RowSource>& 
             const Grid grid = choose_grid(target, range);
             store_scale(target, region.scales, panel, group, column, grid.scale);
             if (target.has_min) store_scale(target, region.mins, panel, group, column, grid.min);
-            magnitude = std::max(magnitude, range.magnitude);
+            // As integers, infinity and NaN are the largest.
+            magnitude = std::max(magnitude, bits_of(range.magnitude()) & 0x7fffffff);
             return grid;
         };
         for (int64_t c = 0; is_per_row && c < kPanel; ++c) {

@@ -50,6 +50,9 @@ class PackedMatrix:
     def group(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """Data, scales and minima, as they lie there. Not writable."""
 
 RowBytes = tuple[str, NDArray[np.uint8]]  # 'F32', 'Q4_K' ..., and [rows, bytes of a row]
 
