@@ -23,6 +23,9 @@ static constexpr int64_t packed_bytes(WeightFormat format, int64_t k) {
     return format == WeightFormat::int4 ? k * kPanel / 2 : k * kPanel;
 }
 
+// With constant arguments these become straight lines of instructions.
+#define OCTAVO_INLINE [[gnu::always_inline]] static inline
+
 static inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 }  // namespace octavo::OCTAVO_ISA

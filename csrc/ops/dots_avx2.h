@@ -61,62 +61,91 @@ static inline void widen_row(const int8_t* q, int64_t k, uint8_t* wide) {
     }
 }
 
-// Sums of at most 32 k of int4 weights in int16 halves, widened and added to `sums`.
+// Keeps the compiler from computing the products of all rows before it adds the first, which spills the sums.
+OCTAVO_INLINE void in_order(__m256i& low, __m256i& high) { asm volatile("" : "+x"(low), "+x"(high)); }
+
+// Adds the sums of `quads` times four k, eight at most, of widened int4 weights.
 template <int rows>
-static inline void add_halves(const __m256i* low, const __m256i* high, I32* sums) {
+OCTAVO_INLINE void add_quads(const uint8_t* weights, const uint8_t* activations, int64_t stride, int quads, I32* sums) {
+    __m256i low[rows], high[rows];
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-        sums[r].low = _mm256_add_epi32(sums[r].low, add_pairs(low[r]));
-        sums[r].high = _mm256_add_epi32(sums[r].high, add_pairs(high[r]));
+    for (int r = 0; r < rows; ++r) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < quads; ++i) {
+        const __m256i w_low = load_32(weights + 64 * i), w_high = load_32(weights + 64 * i + 32);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            const __m256i x = broadcast_4(activations + r * stride + 4 * i);
+            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(w_low, x));
+            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(w_high, x));
+            in_order(low[r], high[r]);
+        }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) sums[r] = sums[r] + I32{add_pairs(low[r]), add_pairs(high[r])};
 }
 
 template <WeightFormat format, int rows>
-static inline void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
-    constexpr bool is_int8 = format == WeightFormat::int8;
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) sums[r] = broadcast(int32_t{0});
-    constexpr int64_t step = is_int8 ? 2 : 4;  // k of 64 bytes
-    if constexpr (is_int8) {
+OCTAVO_INLINE void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
+    if constexpr (format == WeightFormat::int8) {
         __m256i low[rows], high[rows];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) low[r] = high[r] = _mm256_setzero_si256();
-        for (int64_t i = 0; i < k; i += step, weights += 64, activations += 4) {
-            const __m256i w_low = load_32(weights), w_high = load_32(weights + 32);
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < k; i += 16) {
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) {
-                const __m256i x = broadcast_4(activations + r * stride);
-                low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(w_low, x));
-                high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(w_high, x));
+            for (int j = 0; j < 16; j += 2) {
+                const __m256i w_low = load_32(weights + 32 * (i + j)), w_high = load_32(weights + 32 * (i + j) + 32);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) {
+                    const __m256i x = broadcast_4(activations + r * stride + 2 * (i + j));
+                    low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(w_low, x));
+                    high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(w_high, x));
+                    in_order(low[r], high[r]);
+                }
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) sums[r] = {low[r], high[r]};
     } else {
-        for (int64_t begin = 0; begin < k; begin += 32) {
-            __m256i low[rows], high[rows];
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) low[r] = high[r] = _mm256_setzero_si256();
-            const int64_t end = begin + 32 < k ? begin + 32 : k;
-            for (int64_t i = begin; i < end; i += step, weights += 64, activations += 4) {
-                const __m256i w_low = load_32(weights), w_high = load_32(weights + 32);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) {
-                    const __m256i x = broadcast_4(activations + r * stride);
-                    low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(w_low, x));
-                    high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(w_high, x));
-                }
-            }
-            add_halves<rows>(low, high, sums);
-        }
+        for (int r = 0; r < rows; ++r) sums[r] = broadcast(int32_t{0});
+        for (int64_t i = 0; i + 32 <= k; i += 32) add_quads<rows>(weights + i * kPanel, activations + i, stride, 8, sums);
+        if (k % 32 != 0) add_quads<rows>(weights + (k - 16) * kPanel, activations + k - 16, stride, 4, sums);
     }
 }
 
+// The same of `octets` times eight k, four at most, of packed int4 weights.
+template <int rows>
+OCTAVO_INLINE void add_octets(const uint8_t* packed, const int8_t* q, int64_t stride, int octets, I32* sums) {
+    __m256i low[rows], high[rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int i = 0; i < octets; ++i) {
+        const __m256i left = load_32(packed + 64 * i), right = load_32(packed + 64 * i + 32);
+        const __m256i left_first = low_halves(left), left_second = high_halves(left);
+        const __m256i right_first = low_halves(right), right_second = high_halves(right);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            const __m256i first = broadcast_4(q + r * stride + 8 * i), second = broadcast_4(q + r * stride + 8 * i + 4);
+            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(left_first, first));
+            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(right_first, first));
+            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(left_second, second));
+            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(right_second, second));
+            in_order(low[r], high[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) sums[r] = sums[r] + I32{add_pairs(low[r]), add_pairs(high[r])};
+}
+
 template <WeightFormat format, int rows>
-static inline void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
+OCTAVO_INLINE void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) sums[r] = broadcast(int32_t{0});
     if constexpr (format == WeightFormat::int8) {
+#pragma GCC unroll 4
         for (int64_t i = 0; i < k; i += 4, packed += 64) {
             const __m256i w_low = load_32(packed), w_high = load_32(packed + 32);
             const __m256i size_low = _mm256_abs_epi8(w_low), size_high = _mm256_abs_epi8(w_high);
@@ -125,31 +154,15 @@ static inline void dot_packed(const uint8_t* packed, const int8_t* q, int64_t st
                 const __m256i x = broadcast_4(q + r * stride + i);
                 const __m256i low = _mm256_maddubs_epi16(size_low, _mm256_sign_epi8(x, w_low));
                 const __m256i high = _mm256_maddubs_epi16(size_high, _mm256_sign_epi8(x, w_high));
-                sums[r].low = _mm256_add_epi32(sums[r].low, add_pairs(low));
-                sums[r].high = _mm256_add_epi32(sums[r].high, add_pairs(high));
+                sums[r] = sums[r] + I32{add_pairs(low), add_pairs(high)};
+                in_order(sums[r].low, sums[r].high);
             }
         }
     } else {
-        for (int64_t begin = 0; begin < k; begin += 32) {
-            __m256i low[rows], high[rows];
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) low[r] = high[r] = _mm256_setzero_si256();
-            const int64_t end = begin + 32 < k ? begin + 32 : k;
-            for (int64_t i = begin; i < end; i += 8, packed += 64) {
-                const __m256i left = load_32(packed), right = load_32(packed + 32);
-                const __m256i left_first = low_halves(left), left_second = high_halves(left);
-                const __m256i right_first = low_halves(right), right_second = high_halves(right);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) {
-                    const __m256i first = broadcast_4(q + r * stride + i), second = broadcast_4(q + r * stride + i + 4);
-                    low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(left_first, first));
-                    low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(left_second, second));
-                    high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(right_first, first));
-                    high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(right_second, second));
-                }
-            }
-            add_halves<rows>(low, high, sums);
+        for (int64_t i = 0; i + 32 <= k; i += 32) {
+            add_octets<rows>(packed + packed_bytes(format, i), q + i, stride, 4, sums);
         }
+        if (k % 32 != 0) add_octets<rows>(packed + packed_bytes(format, k - 16), q + k - 16, stride, 2, sums);
     }
 }
 

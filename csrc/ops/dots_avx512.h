@@ -44,7 +44,7 @@ static inline void widen_row(const int8_t* q, int64_t k, uint8_t* wide) {
 }
 
 template <WeightFormat format, int rows>
-static inline void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
+OCTAVO_INLINE void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
     __m512i sum[rows];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) sum[r] = _mm512_setzero_si512();
@@ -58,7 +58,7 @@ static inline void dot_wide(const uint8_t* weights, const uint8_t* activations, 
 }
 
 template <WeightFormat format, int rows>
-static inline void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
+OCTAVO_INLINE void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
     __m512i even[rows], odd[rows];  // two chains: one would wait for its own latency
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) even[r] = odd[r] = _mm512_setzero_si512();

@@ -32,7 +32,7 @@ static inline void widen_row(const int8_t* q, int64_t k, uint8_t* wide) {
 }
 
 template <WeightFormat format, int rows>
-static inline void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
+OCTAVO_INLINE void dot_wide(const uint8_t* weights, const uint8_t* activations, int64_t stride, int64_t k, I32* sums) {
     for (int r = 0; r < rows; ++r) {
         const uint8_t* w = weights;
         int32_t sum[kPanel] = {};
@@ -48,7 +48,7 @@ static inline void dot_wide(const uint8_t* weights, const uint8_t* activations, 
 }
 
 template <WeightFormat format, int rows>
-static inline void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
+OCTAVO_INLINE void dot_packed(const uint8_t* packed, const int8_t* q, int64_t stride, int64_t k, I32* sums) {
     const auto* activations = reinterpret_cast<const uint8_t*>(q);
     if constexpr (format == WeightFormat::int8) {
         dot_wide<format, rows>(packed, activations, stride, k, sums);

@@ -6,10 +6,15 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// The sixteen values of one panel and group; `index` counts groups of all panels.
+// The sixteen values of a group of a panel.
+static inline int64_t group_bytes(ScaleFormat format) { return kPanel * (format == ScaleFormat::f16 ? 2 : 4); }
+static inline F32 load_group(const uint8_t* values, ScaleFormat format) {
+    if (format == ScaleFormat::f16) return load_f16(reinterpret_cast<const uint16_t*>(values));
+    return load(reinterpret_cast<const float*>(values));
+}
+// Those of group `index`, counted over all panels.
 static inline F32 load_group(const void* values, ScaleFormat format, int64_t index) {
-    if (format == ScaleFormat::f16) return load_f16(static_cast<const uint16_t*>(values) + index * kPanel);
-    return load(static_cast<const float*>(values) + index * kPanel);
+    return load_group(static_cast<const uint8_t*>(values) + index * group_bytes(format), format);
 }
 
 // What is added to int4 weights without minima.
@@ -29,11 +34,9 @@ static inline RowGroup row_group(const QuantizedRows& x, int64_t index, int32_t 
             scale * static_cast<float>(sum)};
 }
 
-template <bool has_min>
-static inline F32 add_group(F32 acc, I32 dot, const RowGroup& x, F32 scale, F32 min) {
-    acc = fma(broadcast(x.scale) * scale, to_f32(dot + broadcast(x.offset)), acc);
-    if constexpr (has_min) acc = fma(broadcast(x.sum), min, acc);
-    return acc;
+static inline F32 add_group(F32 acc, I32 dot, const RowGroup& x, F32 scale) {
+    return fma(broadcast(x.scale) * scale, to_f32(dot + broadcast(x.offset)), acc);
 }
+static inline F32 add_min(F32 acc, const RowGroup& x, F32 min) { return fma(broadcast(x.sum), min, acc); }
 
 }  // namespace octavo::OCTAVO_ISA

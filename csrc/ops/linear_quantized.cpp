@@ -46,6 +46,7 @@ inline int64_t panels_per_unit(const LinearArgs& args) { return args.epilogue.ga
 
 constexpr int64_t kStreams = 4;
 constexpr int64_t kPrefetchBytes = 2048;  // ahead in each stream
+constexpr int64_t kPrefetchScales = 512;
 constexpr int64_t kWholePiece = 64;       // k walked in one stream before the next, where a group is all of k
 
 struct Stream {
@@ -53,56 +54,69 @@ struct Stream {
     int64_t next;  // the panel after it in the same stream
 };
 
-template <WeightFormat format, bool has_min, int rows>
-void multiply_packed(const LinearArgs& args, const Stream* streams, int64_t num_streams) {
+// `piece` values of k of one stream are multiplied before those of the next: the group, or kWholePiece.
+template <WeightFormat format, int rows, int64_t fixed_piece>
+[[gnu::noinline]] void multiply_packed(const LinearArgs& args, const Stream* streams, int64_t num_streams) {
     const PackedMatrix& w = *args.weight;
     const QuantizedRows& x = *args.quantized;
     const int64_t num_groups = w.padded_k / w.group;
-    const bool is_whole = num_groups == 1;
-    const int64_t piece = is_whole ? kWholePiece : w.group;
+    const bool is_whole = num_groups == 1, has_min = w.has_min;
+    const int64_t piece = fixed_piece != 0 ? fixed_piece : w.group;
     const int64_t num_pieces = w.padded_k / piece;
     const int64_t piece_bytes = packed_bytes(format, piece), panel_bytes = packed_bytes(format, w.padded_k);
+    const ScaleFormat scale_format = w.scale_format;
+    const int64_t scale_bytes = group_bytes(scale_format);
     const int32_t bias = kBias<format> - middle(w);
-    const auto* data = static_cast<const uint8_t*>(w.data);
 
     RowGroup group[rows];
+    const uint8_t *data[kStreams], *scales[kStreams], *mins[kStreams];
+    int64_t jump[kStreams];  // from behind the panel to the stream's next
     F32 acc[kStreams][rows];
     I32 total[kStreams][rows];
     for (int64_t s = 0; s < num_streams; ++s) {
+        const int64_t panel = streams[s].panel;
+        data[s] = static_cast<const uint8_t*>(w.data) + panel * panel_bytes;
+        scales[s] = static_cast<const uint8_t*>(w.scales) + panel * num_groups * scale_bytes;
+        mins[s] = has_min ? static_cast<const uint8_t*>(w.mins) + panel * num_groups * scale_bytes : nullptr;
+        jump[s] = (streams[s].next - panel - 1) * panel_bytes;
         for (int r = 0; r < rows; ++r) {
             acc[s][r] = broadcast(0.0f);
             total[s][r] = broadcast(int32_t{0});
         }
     }
+    const auto add_groups = [&](int64_t s, int64_t g, const I32* dot) {
+        const F32 scale = load_group(scales[s] + g * scale_bytes, scale_format);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) acc[s][r] = add_group(acc[s][r], dot[r], group[r], scale);
+        if (has_min) {
+            const F32 min = load_group(mins[s] + g * scale_bytes, scale_format);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) acc[s][r] = add_min(acc[s][r], group[r], min);
+        }
+    };
     for (int64_t p = 0; p < num_pieces; ++p) {
         if (!is_whole || p == 0) {
             for (int r = 0; r < rows; ++r) group[r] = row_group(x, r * num_groups + p, bias);
         }
+        const int8_t* q = x.q + p * piece;
         const int64_t offset = p * piece_bytes, ahead = offset + kPrefetchBytes;
         for (int64_t s = 0; s < num_streams; ++s) {
-            const int64_t panel = streams[s].panel;
-            const uint8_t* coming = ahead < panel_bytes ? data + panel * panel_bytes + ahead
-                                                        : data + streams[s].next * panel_bytes + ahead - panel_bytes;
+            const uint8_t* coming = data[s] + ahead + (ahead < panel_bytes ? 0 : jump[s]);
             for (int64_t line = 0; line < piece_bytes; line += 64) prefetch(coming + line);
             I32 dot[rows];
-            dot_packed<format, rows>(data + panel * panel_bytes + offset, x.q + p * piece, x.padded_k, piece, dot);
+            dot_packed<format, rows>(data[s] + offset, q, x.padded_k, piece, dot);
             if (is_whole) {
+#pragma GCC unroll 8
                 for (int r = 0; r < rows; ++r) total[s][r] = total[s][r] + dot[r];
             } else {
-                const F32 scale = load_group(w.scales, w.scale_format, panel * num_groups + p);
-                F32 min{};
-                if constexpr (has_min) min = load_group(w.mins, w.scale_format, panel * num_groups + p);
-                for (int r = 0; r < rows; ++r) acc[s][r] = add_group<has_min>(acc[s][r], dot[r], group[r], scale, min);
+                prefetch(scales[s] + p * scale_bytes + kPrefetchScales);
+                if (has_min) prefetch(mins[s] + p * scale_bytes + kPrefetchScales);
+                add_groups(s, p, dot);
             }
         }
     }
     if (is_whole) {
-        for (int64_t s = 0; s < num_streams; ++s) {
-            const F32 scale = load_group(w.scales, w.scale_format, streams[s].panel);
-            F32 min{};
-            if constexpr (has_min) min = load_group(w.mins, w.scale_format, streams[s].panel);
-            for (int r = 0; r < rows; ++r) acc[s][r] = add_group<has_min>(acc[s][r], total[s][r], group[r], scale, min);
-        }
+        for (int64_t s = 0; s < num_streams; ++s) add_groups(s, 0, total[s]);
     }
     const int64_t unit = panels_per_unit(args);
     for (int64_t s = 0; s < num_streams; s += unit) {
@@ -112,10 +126,11 @@ void multiply_packed(const LinearArgs& args, const Stream* streams, int64_t num_
     }
 }
 
-template <WeightFormat format, bool has_min>
+template <WeightFormat format>
 void multiply_few_rows(const LinearArgs& args, Team& team) {
     const int64_t unit = panels_per_unit(args), num_units = args.weight->num_panels / unit;
     const int64_t width = kStreams / unit;  // units at a time
+    const int64_t piece = args.weight->group == args.weight->padded_k ? kWholePiece : args.weight->group;
     const int64_t num_chunks = larger(1, smaller(num_units / width, larger(8, 4 * team.num_threads())));
     team.each(num_chunks, [&](int64_t chunk, int) {
         const int64_t first = chunk_start(num_units, num_chunks, chunk);
@@ -133,7 +148,11 @@ void multiply_few_rows(const LinearArgs& args, Team& team) {
                 for (int64_t i = 0; i < unit; ++i) streams[num_streams++] = {current * unit + i, next * unit + i};
             }
             with_count<kDirectRows>(args.rows, [&]<int rows>() {
-                multiply_packed<format, has_min, rows>(args, streams, num_streams);
+                switch (piece) {
+                    case 32: return multiply_packed<format, rows, 32>(args, streams, num_streams);
+                    case 64: return multiply_packed<format, rows, 64>(args, streams, num_streams);
+                    default: return multiply_packed<format, rows, 0>(args, streams, num_streams);
+                }
             });
         }
     });
@@ -158,37 +177,50 @@ struct Scratch {
     RowGroup groups[kChunkRows * kMaxGroups];
 };
 
-// `depth` values of k of a panel and of a few rows of a chunk, `row` the first of them.
-template <WeightFormat format, bool has_min, int rows>
-inline void multiply_block(Scratch<format>& scratch, int64_t row, float* acc, int64_t depth, int64_t group) {
-    const uint8_t* x = scratch.rows + row * scratch.kRowStride;
+// `depth` values of k of a panel and of a few rows of a chunk, `row` the first of them, where a group is all of k.
+template <WeightFormat format, int rows>
+[[gnu::noinline]] void multiply_whole(const Scratch<format>& scratch, int64_t row, float* acc, int64_t depth) {
     I32 dot[rows];
-    if (group == 0) {
-        dot_wide<format, rows>(scratch.weights, x, scratch.kRowStride, depth, dot);
-        for (int r = 0; r < rows; ++r) {
-            auto* sum = reinterpret_cast<int32_t*>(acc + r * kPanel);
-            store(sum, load(sum) + dot[r]);
-        }
-        return;
+    dot_wide<format, rows>(scratch.weights, scratch.rows + row * scratch.kRowStride, scratch.kRowStride, depth, dot);
+    for (int r = 0; r < rows; ++r) {
+        auto* sum = reinterpret_cast<int32_t*>(acc + r * kPanel);
+        store(sum, load(sum) + dot[r]);
     }
+}
+
+// The same in groups.
+template <WeightFormat format, int rows, int64_t fixed_group>
+[[gnu::noinline]] void multiply_groups(const Scratch<format>& scratch, int64_t row, float* acc, int64_t depth, int64_t any_group,
+                     bool has_min) {
+    const int64_t group = fixed_group != 0 ? fixed_group : any_group;
+    const uint8_t* x = scratch.rows + row * scratch.kRowStride;
     const RowGroup* groups = scratch.groups + row * scratch.kMaxGroups;
     F32 sums[rows];
+#pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) sums[r] = load(acc + r * kPanel);
-    for (int64_t g = 0; g < depth / group; ++g) {
+    for (int64_t g = 0; g < depth / group; ++g, ++groups) {
+        I32 dot[rows];
         dot_wide<format, rows>(scratch.weights + g * group * kPanel * kWideWeight<format>,
                                x + g * group * kWideRow<format>, scratch.kRowStride, group, dot);
         const F32 scale = load(scratch.scales + g * kPanel);
-        F32 min{};
-        if constexpr (has_min) min = load(scratch.mins + g * kPanel);
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
-            sums[r] = add_group<has_min>(sums[r], dot[r], groups[r * scratch.kMaxGroups + g], scale, min);
+            sums[r] = add_group(sums[r], dot[r], groups[r * scratch.kMaxGroups], scale);
+        }
+        if (has_min) {
+            const F32 min = load(scratch.mins + g * kPanel);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) {
+                sums[r] = add_min(sums[r], groups[r * scratch.kMaxGroups], min);
+            }
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) store(acc + r * kPanel, sums[r]);
 }
 
 // Rows [row, row + num_rows) of the product with panels [panel, panel + num_panels).
-template <WeightFormat format, bool has_min>
+template <WeightFormat format>
 void multiply_chunk(const LinearArgs& args, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
                     Scratch<format>& scratch) {
     const PackedMatrix& w = *args.weight;
@@ -216,12 +248,18 @@ void multiply_chunk(const LinearArgs& args, int64_t row, int64_t num_rows, int64
             for (int64_t g = 0; g < depth_groups; ++g) {
                 const int64_t index = (panel + p) * num_groups + first_group + g;
                 store(scratch.scales + g * kPanel, load_group(w.scales, w.scale_format, index));
-                if constexpr (has_min) store(scratch.mins + g * kPanel, load_group(w.mins, w.scale_format, index));
+                if (w.has_min) store(scratch.mins + g * kPanel, load_group(w.mins, w.scale_format, index));
             }
             for (int64_t r = 0; r < num_rows; r += kBlockRows) {
                 float* acc = scratch.acc + (p * num_rows + r) * kPanel;
                 with_count<kBlockRows>(smaller(kBlockRows, num_rows - r), [&]<int rows>() {
-                    multiply_block<format, has_min, rows>(scratch, r, acc, depth, group);
+                    if (group == 0) {
+                        multiply_whole<format, rows>(scratch, r, acc, depth);
+                    } else if (group == 32) {
+                        multiply_groups<format, rows, 32>(scratch, r, acc, depth, group, w.has_min);
+                    } else {
+                        multiply_groups<format, rows, 0>(scratch, r, acc, depth, group, w.has_min);
+                    }
                 });
             }
         }
@@ -231,15 +269,14 @@ void multiply_chunk(const LinearArgs& args, int64_t row, int64_t num_rows, int64
         finish_panels(args, panel, num_panels, row + r, [&](int64_t p) {
             const float* acc = scratch.acc + (p * num_rows + r) * kPanel;
             if (group) return load(acc);
-            F32 min{};
-            if constexpr (has_min) min = load_group(w.mins, w.scale_format, panel + p);
-            return add_group<has_min>(broadcast(0.0f), load(reinterpret_cast<const int32_t*>(acc)), whole,
-                                      load_group(w.scales, w.scale_format, panel + p), min);
+            const F32 scale = load_group(w.scales, w.scale_format, panel + p);
+            const F32 sum = add_group(broadcast(0.0f), load(reinterpret_cast<const int32_t*>(acc)), whole, scale);
+            return w.has_min ? add_min(sum, whole, load_group(w.mins, w.scale_format, panel + p)) : sum;
         });
     }
 }
 
-template <WeightFormat format, bool has_min>
+template <WeightFormat format>
 void multiply_many_rows(const LinearArgs& args, Team& team) {
     static_assert(sizeof(Scratch<format>) <= Team::kScratchBytes);
     const int64_t unit = panels_per_unit(args), num_units = args.weight->num_panels / unit;
@@ -254,17 +291,17 @@ void multiply_many_rows(const LinearArgs& args, Team& team) {
         const int64_t row_end = smaller(args.rows, chunk_start(row_blocks, row_chunks, along + 1) * kBlockRows);
         const int64_t panel = chunk_start(num_units, panel_chunks, across) * unit;
         const int64_t panel_end = chunk_start(num_units, panel_chunks, across + 1) * unit;
-        multiply_chunk<format, has_min>(args, row, row_end - row, panel, panel_end - panel,
+        multiply_chunk<format>(args, row, row_end - row, panel, panel_end - panel,
                                         *reinterpret_cast<Scratch<format>*>(team.scratch(thread)));
     });
 }
 
-template <WeightFormat format, bool has_min>
+template <WeightFormat format>
 void multiply(const LinearArgs& args, Team& team) {
     if (args.rows <= kDirectRows) {
-        multiply_few_rows<format, has_min>(args, team);
+        multiply_few_rows<format>(args, team);
     } else {
-        multiply_many_rows<format, has_min>(args, team);
+        multiply_many_rows<format>(args, team);
     }
 }
 
@@ -272,11 +309,10 @@ void multiply(const LinearArgs& args, Team& team) {
 
 void linear_quantized(const LinearArgs& args, Team& team) {
     if (args.rows == 0) return;
-    const PackedMatrix& w = *args.weight;
-    if (w.format == WeightFormat::int8) {
-        w.has_min ? multiply<WeightFormat::int8, true>(args, team) : multiply<WeightFormat::int8, false>(args, team);
+    if (args.weight->format == WeightFormat::int8) {
+        multiply<WeightFormat::int8>(args, team);
     } else {
-        w.has_min ? multiply<WeightFormat::int4, true>(args, team) : multiply<WeightFormat::int4, false>(args, team);
+        multiply<WeightFormat::int4>(args, team);
     }
     if (args.best != nullptr) choose_best(args);
 }
