@@ -276,6 +276,7 @@ class MergingTokenizer:
     """Reads "ab" as one token, so that few random texts are read back as the tokens they were made of."""
 
     vocab_size = 3
+    strips_leading_space = False
     texts = ("a", "b", "ab")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
