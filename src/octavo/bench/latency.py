@@ -26,7 +26,6 @@ from octavo.engine.build import find_model
 from octavo.errors import ConfigError, RequestFailed
 from octavo.loader.source import open_checkpoint
 from octavo.models.registry import build_spec
-from octavo.models.spec import DecoderSpec
 from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -203,11 +202,18 @@ def _result(
 
 
 class _Costs:
-    """What the batch must read and compute at least, in its prefill and in its decode."""
+    """What the batch must read and compute at least, in its prefill and in its decode.
+
+    `knows_bytes` is false for quantized weights that the backend keeps in a form of its own.
+    """
 
     def __init__(self, llm: TimedLLM, config: Config, options: LatencyOptions) -> None:
-        self._spec = _spec(config)
+        checkpoint = open_checkpoint(find_model(config))
+        self._spec = build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
         info, self._options = llm.info, options
+        quantization = config.model.quantization
+        is_plain = quantization == "none" or (quantization == "auto" and not checkpoint.has_block_types)
+        self.knows_bytes = is_plain or info.backend == "reference"
         # The reference backend holds every weight in float32, whatever it computes in.
         self._weight_value_bytes = _FLOAT32_BYTES if info.backend == "reference" else dtype_bytes(info.dtype)
         self._kv_value_bytes = dtype_bytes(info.dtype)
@@ -232,20 +238,15 @@ class _Costs:
         )
 
 
-def _spec(config: Config) -> DecoderSpec:
-    checkpoint = open_checkpoint(find_model(config))
-    return build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
-
-
 def _compared(
     costs: _Costs, dtype: str, prefill_s: float, decode_s: float, roofline: Roofline | None
 ) -> dict[str, float | None]:
     """`decode_s`: of one run; 0 when it has no decode steps."""
     prefill_gflop_s = costs.prefill().flops / prefill_s / 1e9
     decode = costs.decode()
-    decode_gb_s = decode.bytes / decode_s / 1e9 if decode_s else None
+    decode_gb_s = decode.bytes / decode_s / 1e9 if decode_s and costs.knows_bytes else None
     return {
-        "step_bytes": costs.decode_step(1).bytes,
+        "step_bytes": costs.decode_step(1).bytes if costs.knows_bytes else None,
         "prefill_gflop_s": prefill_gflop_s,
         "decode_gb_s": decode_gb_s,
         "decode_gflop_s": decode.flops / decode_s / 1e9 if decode_s else None,

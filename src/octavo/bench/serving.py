@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -105,6 +107,7 @@ class ServeBenchmark:
 
     async def run(self) -> ServeOutcome:
         """Raises ConfigError, Unavailable when the server does not answer, RequestFailed when it refuses the test."""
+        _raise_open_files_limit()
         try:
             return await self._run()
         finally:
@@ -283,6 +286,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def _raise_open_files_limit() -> None:
+    """Each request in flight is an open file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse what they name as the most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_tokenizer(name: str) -> Tokenizer:
