@@ -7,13 +7,17 @@ namespace octavo {
 namespace portable {
 extern const Kernels kernels;
 }
-#if defined(OCTAVO_X86_KERNELS)
+#if defined(OCTAVO_BUILDS_avx2)
 namespace avx2 {
 extern const Kernels kernels;
 }
+#endif
+#if defined(OCTAVO_BUILDS_avx512)
 namespace avx512 {
 extern const Kernels kernels;
 }
+#endif
+#if defined(OCTAVO_BUILDS_amx)
 namespace amx {
 extern const Kernels kernels;
 }
@@ -29,29 +33,38 @@ const char* isa_name(Isa isa) {
     return "";
 }
 
+const std::vector<Isa>& built_isas() {
+    static const std::vector<Isa> built{
+        Isa::portable,
+#if defined(OCTAVO_BUILDS_avx2)
+        Isa::avx2,
+#endif
+#if defined(OCTAVO_BUILDS_avx512)
+        Isa::avx512,
+#endif
+#if defined(OCTAVO_BUILDS_amx)
+        Isa::amx,
+#endif
+    };
+    return built;
+}
+
 const std::vector<Isa>& usable_isas() {
     static const std::vector<Isa> usable = [] {
-        std::vector<Isa> isas{Isa::portable};
-#if defined(OCTAVO_X86_KERNELS)
         const CpuFeatures& f = cpu_features();
         const bool avx2 = f.avx2 && f.fma && f.f16c;
-        if (avx2) isas.push_back(Isa::avx2);
         const bool avx512 = avx2 && f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl && f.avx512_vnni;
-        if (avx512) isas.push_back(Isa::avx512);
-        if (avx512 && f.avx512_bf16 && f.amx_tile && f.amx_bf16 && f.amx_int8) isas.push_back(Isa::amx);
-#endif
+        const bool amx = avx512 && f.avx512_bf16 && f.amx_tile && f.amx_bf16 && f.amx_int8;
+        std::vector<Isa> isas;
+        for (Isa isa : built_isas()) {
+            if (isa == Isa::portable || (isa == Isa::avx2 && avx2) || (isa == Isa::avx512 && avx512) ||
+                (isa == Isa::amx && amx)) {
+                isas.push_back(isa);
+            }
+        }
         return isas;
     }();
     return usable;
-}
-
-const std::vector<Isa>& built_isas() {
-#if defined(OCTAVO_X86_KERNELS)
-    static const std::vector<Isa> built{Isa::portable, Isa::avx2, Isa::avx512, Isa::amx};
-#else
-    static const std::vector<Isa> built{Isa::portable};
-#endif
-    return built;
 }
 
 std::optional<Isa> find_isa(std::string_view name) {
@@ -63,9 +76,13 @@ std::optional<Isa> find_isa(std::string_view name) {
 
 const Kernels& kernels(Isa isa) {
     switch (isa) {
-#if defined(OCTAVO_X86_KERNELS)
+#if defined(OCTAVO_BUILDS_avx2)
         case Isa::avx2: return avx2::kernels;
+#endif
+#if defined(OCTAVO_BUILDS_avx512)
         case Isa::avx512: return avx512::kernels;
+#endif
+#if defined(OCTAVO_BUILDS_amx)
         case Isa::amx: return amx::kernels;
 #endif
         default: return portable::kernels;
