@@ -30,127 +30,180 @@ struct Range {
 
 // -- formats of the cache --------------------------------------------------------------------------------------
 
-// kRows: as many rows as a group may have for its sums to stay in registers.
 template <KvFormat format>
 struct Cache;
-
-#if defined(__AVX512F__)
-constexpr int kPlainRows = 12, kPairRows = 8;
-#else
-constexpr int kPlainRows = 6, kPairRows = 3;
-#endif
 
 template <>
 struct Cache<KvFormat::f32> {
     using Element = float;
-    static constexpr int kRows = kPlainRows;
     static F32 load16(const float* source) { return load(source); }
     static void store16(float* target, F32 x) { store(target, x); }
 };
 template <>
 struct Cache<KvFormat::f16> {
     using Element = uint16_t;
-    static constexpr int kRows = kPlainRows;
     static F32 load16(const uint16_t* source) { return load_f16(source); }
     static void store16(uint16_t* target, F32 x) { store_f16(target, x); }
 };
 template <>
 struct Cache<KvFormat::bf16> {
     using Element = uint16_t;
-    static constexpr int kRows = kPairRows;
     static void store16(uint16_t* target, F32 x) { store_bf16(target, x); }
 };
 
-struct Pair {
-    F32 even, odd;
-};
-Pair load_pairs(const uint16_t* source) {
-    int32_t both[kLanes];
-    memcpy(both, source, sizeof both);
-    const I32 bits = load(both);
-    return {as_f32(shift_left<16>(bits)), as_f32(bits & broadcast(static_cast<int32_t>(0xffff0000)))};
+// The even or the odd ones of sixteen pairs of bfloat16.
+F32 load_even(const uint16_t* source) {
+    return as_f32(shift_left<16>(load(reinterpret_cast<const int32_t*>(source))));
+}
+F32 load_odd(const uint16_t* source) {
+    return as_f32(load(reinterpret_cast<const int32_t*>(source)) & broadcast(static_cast<int32_t>(0xffff0000)));
 }
 
 // -- products of a group of rows -------------------------------------------------------------------------------
 
-// scores[r][16 tokens] = q[r] . key of the token; q is [dim][rows].
-template <KvFormat format, int rows>
-void score_tile(const float* q, const typename Cache<format>::Element* keys, int64_t dim, float* scores) {
-    F32 acc[rows];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) acc[r] = broadcast(0.0f);
-    if constexpr (format == KvFormat::bf16) {
-        for (int64_t first = 0; first < dim; first += 32) {
-            const int64_t end = smaller(dim, first + 32);
-            F32 even[rows], odd[rows];
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) even[r] = odd[r] = broadcast(0.0f);
-            for (int64_t d = first; d < end; d += 2) {
-                const Pair k = load_pairs(keys + d * kTokenTile);
-#pragma GCC unroll 16
-                for (int r = 0; r < rows; ++r) even[r] = fma(broadcast(q[d * rows + r]), k.even, even[r]);
-#pragma GCC unroll 16
-                for (int r = 0; r < rows; ++r) odd[r] = fma(broadcast(q[(d + 1) * rows + r]), k.odd, odd[r]);
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) acc[r] = acc[r] + (even[r] + odd[r]);
-        }
-    } else {
-        for (int64_t d = 0; d < dim; ++d) {
-            const F32 k = Cache<format>::load16(keys + d * kTokenTile);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) acc[r] = fma(broadcast(q[d * rows + r]), k, acc[r]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) store(scores + r * kScoreStride, acc[r]);
+// A group has at most kRows rows, for its sums to stay in registers. One of up to kBothRows sums the even and the odd
+// products of bfloat16 at once, a larger one first the even ones and then the odd ones.
+#if defined(__AVX512F__)
+constexpr int kRows = 12, kBothRows = 12;
+#else
+constexpr int kRows = 6, kBothRows = 3;
+#endif
+
+#define OCTAVO_EACH_ROW(r) _Pragma("GCC unroll 16") for (int r = 0; r < rows; ++r)
+
+template <class T>
+int64_t bytes_between(const T* from, const T* to) {
+    return static_cast<int64_t>(reinterpret_cast<intptr_t>(to) - reinterpret_cast<intptr_t>(from));
 }
 
-// sums[r][dim] += weights[r][token] * value of the token, for `tokens` of a block of kValueBlock, which `weights` and
-// `values` point to; whole pairs of tokens. `fresh`: the sums are zero before.
+// Memory is read one tile for each tile computed with, `ahead` bytes from it; 0: nothing is.
+template <class T>
+void fetch(const T* address, int64_t ahead) {
+    __builtin_prefetch(reinterpret_cast<const char*>(address) + ahead);
+}
+
+// The same address, but what lies there is loaded again: a second load is cheaper than a register for the first one.
+template <class T>
+const T* again(const T* address) {
+    asm("" : "+r"(address));
+    return address;
+}
+
+// Sums of products of bfloat16 pairs. Sixteen lanes of pair i are at pairs + i * stride; its even element is multiplied
+// with factors[r * row_stride + i * pair_stride] for row r, its odd element with the factor `to_odd` further.
+template <int rows, int64_t row_stride, int64_t pair_stride, int64_t to_odd>
+struct PairSums {
+    F32 even[rows], odd[rows];
+
+    void clear() {
+        OCTAVO_EACH_ROW(r) even[r] = odd[r] = broadcast(0.0f);
+    }
+    void add_both(const float* factors, const uint16_t* pairs, int64_t stride, int64_t count, int64_t ahead) {
+        for (int64_t i = 0; i < count; ++i, pairs += stride, factors += pair_stride) {
+            fetch(pairs, ahead);
+            const F32 x = load_even(pairs);
+            OCTAVO_EACH_ROW(r) even[r] = fma(broadcast(factors[r * row_stride]), x, even[r]);
+            const F32 y = load_odd(again(pairs));
+            OCTAVO_EACH_ROW(r) odd[r] = fma(broadcast(factors[r * row_stride + to_odd]), y, odd[r]);
+        }
+    }
+    void add_even(const float* factors, const uint16_t* pairs, int64_t stride, int64_t count, int64_t ahead) {
+        for (int64_t i = 0; i < count; ++i, pairs += stride, factors += pair_stride) {
+            fetch(pairs, ahead);
+            const F32 x = load_even(pairs);
+            OCTAVO_EACH_ROW(r) even[r] = fma(broadcast(factors[r * row_stride]), x, even[r]);
+        }
+    }
+    void add_odd(const float* factors, const uint16_t* pairs, int64_t stride, int64_t count) {
+        for (int64_t i = 0; i < count; ++i, pairs += stride, factors += pair_stride) {
+            const F32 y = load_odd(pairs);
+            OCTAVO_EACH_ROW(r) odd[r] = fma(broadcast(factors[r * row_stride + to_odd]), y, odd[r]);
+        }
+    }
+    // target[r * stride] = (fresh ? 0 : target) + (even + odd)
+    void add_to(float* target, int64_t stride, bool fresh) const {
+        OCTAVO_EACH_ROW(r) {
+            float* place = target + r * stride;
+            store(place, (fresh ? broadcast(0.0f) : load(place)) + (even[r] + odd[r]));
+        }
+    }
+};
+
+// scores[r][16 tokens] = q[r] . key of the token; q is [dim][rows].
+template <KvFormat format, int rows>
+void score_tile(const float* q, const typename Cache<format>::Element* keys, int64_t dim, int64_t ahead,
+                float* scores) {
+    if constexpr (format == KvFormat::bf16) {
+        for (int64_t first = 0; first < dim; first += 32) {
+            const float* factors = q + first * rows;
+            const uint16_t* pairs = keys + first * kTokenTile;
+            const int64_t count = smaller(dim - first, 32) / 2;
+            PairSums<rows, 1, 2 * rows, rows> sums;
+            sums.clear();
+            if constexpr (rows <= kBothRows) {
+                sums.add_both(factors, pairs, 2 * kTokenTile, count, ahead);
+            } else {
+                sums.add_even(factors, pairs, 2 * kTokenTile, count, ahead);
+                sums.add_odd(factors, pairs, 2 * kTokenTile, count);
+            }
+            sums.add_to(scores, kScoreStride, first == 0);
+        }
+    } else {
+        F32 acc[rows];
+        OCTAVO_EACH_ROW(r) acc[r] = broadcast(0.0f);
+        for (int64_t d = 0; d < dim; ++d) {
+            fetch(keys + d * kTokenTile, ahead);
+            const F32 k = Cache<format>::load16(keys + d * kTokenTile);
+            OCTAVO_EACH_ROW(r) acc[r] = fma(broadcast(q[d * rows + r]), k, acc[r]);
+        }
+        OCTAVO_EACH_ROW(r) store(scores + r * kScoreStride, acc[r]);
+    }
+}
+
+// sums[r][dim] += weights[r][token] * value of the token, for `tokens` of a block of kValueBlock, which starts at
+// `weights` and the first of its `tiles`; whole pairs of tokens. `fresh`: the sums are zero before.
 template <KvFormat format, int rows>
 void add_values(const float* weights, const typename Cache<format>::Element* const* tiles, Range tokens, int64_t dim,
-                bool fresh, float* sums) {
+                const int64_t* ahead, bool fresh, float* sums) {
+    using Element = typename Cache<format>::Element;
     for (int64_t d = 0; d < dim; d += kLane) {
-        F32 acc[rows];
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) acc[r] = fresh ? broadcast(0.0f) : load(sums + r * dim + d);
+        // each(tile, its tokens, the weight of its first token here, their first value)
+        const auto each_tile = [&](const auto& each) {
+            for (int64_t tile = tokens.first / kTokenTile; tile * kTokenTile < tokens.end; ++tile) {
+                const Range inside = tokens.within({tile * kTokenTile, (tile + 1) * kTokenTile});
+                const Element* values = tiles[tile] + (inside.first - tile * kTokenTile) * dim;
+                each(tile, inside.end - inside.first, weights + inside.first, values);
+            }
+        };
         if constexpr (format == KvFormat::bf16) {
-            F32 even[rows], odd[rows];
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) even[r] = odd[r] = broadcast(0.0f);
-            for (int64_t half = tokens.first / kTokenTile; half * kTokenTile < tokens.end; ++half) {
-                const Range inside = tokens.within({half * kTokenTile, (half + 1) * kTokenTile});
-                const uint16_t* values = tiles[half] + 2 * d - half * kTokenTile * dim;
-                for (int64_t t = inside.first; t < inside.end; t += 2) {
-                    const Pair v = load_pairs(values + t * dim);
-#pragma GCC unroll 16
-                    for (int r = 0; r < rows; ++r) {
-                        even[r] = fma(broadcast(weights[r * kScoreStride + t]), v.even, even[r]);
-                    }
-#pragma GCC unroll 16
-                    for (int r = 0; r < rows; ++r) {
-                        odd[r] = fma(broadcast(weights[r * kScoreStride + t + 1]), v.odd, odd[r]);
-                    }
-                }
+            PairSums<rows, kScoreStride, 2, 1> pair_sums;
+            pair_sums.clear();
+            if constexpr (rows <= kBothRows) {
+                each_tile([&](int64_t tile, int64_t count, const float* factors, const Element* values) {
+                    pair_sums.add_both(factors, values + 2 * d, 2 * dim, count / 2, ahead[tile]);
+                });
+            } else {
+                each_tile([&](int64_t tile, int64_t count, const float* factors, const Element* values) {
+                    pair_sums.add_even(factors, values + 2 * d, 2 * dim, count / 2, ahead[tile]);
+                });
+                each_tile([&](int64_t, int64_t count, const float* factors, const Element* values) {
+                    pair_sums.add_odd(factors, values + 2 * d, 2 * dim, count / 2);
+                });
             }
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) acc[r] = acc[r] + (even[r] + odd[r]);
+            pair_sums.add_to(sums + d, dim, fresh);
         } else {
-            for (int64_t half = tokens.first / kTokenTile; half * kTokenTile < tokens.end; ++half) {
-                const Range inside = tokens.within({half * kTokenTile, (half + 1) * kTokenTile});
-                const typename Cache<format>::Element* values = tiles[half] + d - half * kTokenTile * dim;
-                for (int64_t t = inside.first; t < inside.end; ++t) {
-                    const F32 v = Cache<format>::load16(values + t * dim);
-#pragma GCC unroll 16
-                    for (int r = 0; r < rows; ++r) {
-                        acc[r] = fma(broadcast(weights[r * kScoreStride + t]), v, acc[r]);
-                    }
+            F32 acc[rows];
+            OCTAVO_EACH_ROW(r) acc[r] = fresh ? broadcast(0.0f) : load(sums + r * dim + d);
+            each_tile([&](int64_t tile, int64_t count, const float* factors, const Element* values) {
+                for (int64_t t = 0; t < count; ++t) {
+                    const Element* value = values + t * dim + d;
+                    fetch(value, ahead[tile]);
+                    const F32 v = Cache<format>::load16(value);
+                    OCTAVO_EACH_ROW(r) acc[r] = fma(broadcast(factors[r * kScoreStride + t]), v, acc[r]);
                 }
-            }
+            });
+            OCTAVO_EACH_ROW(r) store(sums + r * dim + d, acc[r]);
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) store(sums + r * dim + d, acc[r]);
     }
 }
 
@@ -299,6 +352,12 @@ struct Attention {
         Range range;  // of tiles
     };
 
+    // Rows that are computed together, and the tokens that one of them sees in a partition.
+    struct RowGroup {
+        int64_t first, count;
+        Range tokens;
+    };
+
     const AttentionArgs& args;
     const AttentionPlan& plan;
     Team& team;
@@ -366,23 +425,23 @@ struct Attention {
             F32 acc = broadcast(0.0f);
             for (int64_t block = tokens.first / kValueBlock * kValueBlock; block < tokens.end; block += kValueBlock) {
                 const Range inside = tokens.within({block, block + kValueBlock});
-                Pair pair{broadcast(0.0f), broadcast(0.0f)};
+                F32 even = broadcast(0.0f), odd = broadcast(0.0f);
                 for (int64_t t = inside.first; t < inside.end; ++t) {
                     const Element* tile = tiles.values[t / kTokenTile];
                     const int64_t in_tile = t % kTokenTile;
                     const F32 weight = broadcast(weights[t]);
                     if constexpr (format == KvFormat::bf16) {
-                        const Pair v = load_pairs(tile + in_tile / 2 * 2 * dim + 2 * d);
+                        const Element* pair = tile + in_tile / 2 * 2 * dim + 2 * d;
                         if (t % 2 == 0) {
-                            pair.even = fma(weight, v.even, pair.even);
+                            even = fma(weight, load_even(pair), even);
                         } else {
-                            pair.odd = fma(weight, v.odd, pair.odd);
+                            odd = fma(weight, load_odd(pair), odd);
                         }
                     } else {
                         acc = fma(weight, Cache<format>::load16(tile + in_tile * dim + d), acc);
                     }
                 }
-                if constexpr (format == KvFormat::bf16) acc = acc + (pair.even + pair.odd);
+                if constexpr (format == KvFormat::bf16) acc = acc + (even + odd);
             }
             store(sums + d, acc);
         }
@@ -415,7 +474,15 @@ struct Attention {
         }
     }
 
-    void run(const AttentionTask& task, int64_t head, int thread) const {
+    // The positions of a partition that rows of the task see.
+    Range seen_in(const AttentionTask& task, int64_t partition) const {
+        const Range first = seen(task.request, task.first_row);
+        const Range last = seen(task.request, task.first_row + task.num_rows - 1);
+        return Range{first.first, last.end}.within({partition * kPartition, (partition + 1) * kPartition});
+    }
+
+    // `next`: the unit after this one, null where there is none; its first keys are fetched ahead.
+    void run(const AttentionTask& task, int64_t head, const AttentionTask* next, int64_t next_head, int thread) const {
         const int64_t num_rows = task.num_rows, request = task.request;
         Scratch scratch{team.scratch(thread)};
         float* q = scratch.take<float>(kTaskRows * dim);
@@ -425,9 +492,9 @@ struct Attention {
                               scratch.take<float>(kTaskRows * dim), dim};
         Range* row_ranges = scratch.take<Range>(kTaskRows);
         Element* copy = scratch.take<Element>(is_tiled ? 0 : 2 * kPartition * dim);
-        Tiles tiles;
+        Tiles tiles{}, ahead{};
 
-        const int64_t num_groups = (num_rows + Cache<format>::kRows - 1) / Cache<format>::kRows;
+        const int64_t num_groups = (num_rows + kRows - 1) / kRows;
         gather_queries(task, head, num_groups, q);
         running.start(num_rows);
         for (int64_t r = 0; r < num_rows; ++r) row_ranges[r] = seen(request, task.first_row + r);
@@ -445,29 +512,40 @@ struct Attention {
                 return Range{tokens.first - start, tokens.end - start};
             };
             const Range all{row_tokens(rows.first).first + start, row_tokens(rows.end - 1).end + start};
-            if (is_tiled) {
-                find_tiles(request, head, all, &tiles);
-            } else {
+            ahead.range = {0, 0};
+            if (!is_tiled) {
                 copy_tiles(request, head, all, copy, &tiles);
+            } else {
+                find_tiles(request, head, all, &tiles);
+                if (p + 1 < task.end_partition) {
+                    find_tiles(request, head, seen_in(task, p + 1), &ahead);
+                } else if (next != nullptr) {
+                    find_tiles(next->request, next_head, seen_in(*next, next->first_partition), &ahead);
+                }
             }
 
-            // each(first row, number of rows, tokens that one of them sees)
+            RowGroup groups[kTaskRows];
+            int64_t count = 0;
+            for (int64_t g = 0; g < num_groups; ++g) {
+                const int64_t first = chunk_start(num_rows, num_groups, g);
+                const int64_t end = chunk_start(num_rows, num_groups, g + 1);
+                const Range inside = rows.within({first, end});
+                if (inside.empty()) continue;
+                groups[count++] = {first, end - first,
+                                   {row_tokens(inside.first).first, row_tokens(inside.end - 1).end}};
+            }
             const auto each_group = [&](const auto& each) {
-                for (int64_t g = 0; g < num_groups; ++g) {
-                    const int64_t first = chunk_start(num_rows, num_groups, g);
-                    const int64_t end = chunk_start(num_rows, num_groups, g + 1);
-                    const Range inside = rows.within({first, end});
-                    if (inside.empty()) continue;
-                    each(first, end - first, Range{row_tokens(inside.first).first, row_tokens(inside.end - 1).end});
-                }
+                for (int64_t g = 0; g < count; ++g) each(groups[g].first, groups[g].count, groups[g].tokens);
             };
             for (int64_t t = tiles.range.first; t < tiles.range.end; ++t) {
+                int64_t to_ahead = is_tiled ? bytes_between(tiles.keys[t], tiles.values[t]) : 0;
                 each_group([&](int64_t first, int64_t count, Range tokens) {
                     if (tokens.within({t * kTokenTile, (t + 1) * kTokenTile}).empty()) return;
-                    with_rows<Cache<format>::kRows>(count, [&]<int n>() {
-                        score_tile<format, n>(q + first * dim, tiles.keys[t], dim,
+                    with_rows<kRows>(count, [&]<int n>() {
+                        score_tile<format, n>(q + first * dim, tiles.keys[t], dim, to_ahead,
                                               scores + first * kScoreStride + t * kTokenTile);
                     });
+                    to_ahead = 0;
                 });
             }
             float largest[kTaskRows], sums[kTaskRows];
@@ -483,16 +561,22 @@ struct Attention {
             for (int64_t block = all.first - start; block / kValueBlock * kValueBlock < all.end - start;
                  block += kValueBlock) {
                 const int64_t block_start = block / kValueBlock * kValueBlock;
+                int64_t to_ahead[kValueBlock / kTokenTile] = {};
+                for (int64_t i = 0; i < kValueBlock / kTokenTile && ahead.range.first < ahead.range.end; ++i) {
+                    to_ahead[i] =
+                        bytes_between(tiles.values[block_start / kTokenTile + i], ahead.keys[ahead.range.first++]);
+                }
                 each_group([&](int64_t first, int64_t count, Range tokens) {
                     Range inside = tokens.within({block_start, block_start + kValueBlock});
                     if (inside.empty()) return;
                     if (format == KvFormat::bf16) inside = {inside.first / 2 * 2, (inside.end + 1) / 2 * 2};
-                    with_rows<Cache<format>::kRows>(count, [&]<int n>() {
+                    with_rows<kRows>(count, [&]<int n>() {
                         add_values<format, n>(scores + first * kScoreStride + block_start,
                                               tiles.values + block_start / kTokenTile,
-                                              {inside.first - block_start, inside.end - block_start}, dim,
+                                              {inside.first - block_start, inside.end - block_start}, dim, to_ahead,
                                               tokens.first >= block_start, values + first * dim);
                     });
+                    for (int64_t& bytes : to_ahead) bytes = 0;
                 });
             }
             for (int64_t r = rows.first; r < rows.end; ++r) {
@@ -550,8 +634,10 @@ void attend_as(const AttentionArgs& args, Team& team) {
     const Attention<format> attention{args, plan, team};
     const int64_t num_heads = args.layout->num_kv_heads;
     team.each(plan.num_chunks, [&](int64_t chunk, int thread) {
-        for (int64_t unit = plan.chunks[chunk]; unit < plan.chunks[chunk + 1]; ++unit) {
-            attention.run(plan.tasks[unit / num_heads], unit % num_heads, thread);
+        const int64_t end = plan.chunks[chunk + 1];
+        for (int64_t unit = plan.chunks[chunk]; unit < end; ++unit) {
+            const AttentionTask* next = unit + 1 < end ? &plan.tasks[(unit + 1) / num_heads] : nullptr;
+            attention.run(plan.tasks[unit / num_heads], unit % num_heads, next, (unit + 1) % num_heads, thread);
         }
     });
     if (plan.num_cut == 0) return;
