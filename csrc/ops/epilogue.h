@@ -22,6 +22,30 @@ static inline void store_output(const LinearArgs& args, int64_t row, int64_t col
     store_first(args.y + row * args.y_stride + column, v, width);
 }
 
+static inline bool is_better(float value, float best) { return value > best || (best != best && value == value); }
+
+// Of the first `width` lanes, which start at `column`.
+static inline LinearArgs::Best best_of(F32 v, int64_t column, size_t width) {
+    static const float lanes_left[kLanes] = {15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
+    LinearArgs::Best best{0.0f, static_cast<int32_t>(column)};
+    const F32 lowest = broadcast(-__builtin_inff());
+    const F32 numbers = select(is_nan(v), lowest, v);
+    best.value = reduce_max(width < kLanes ? select(first_lanes(width), numbers, lowest) : numbers);
+    if (best.value > -__builtin_inff()) {
+        const F32 left = select(less(numbers, broadcast(best.value)), broadcast(-1.0f), load(lanes_left));
+        // A lane beyond the width may hold the value too, but never comes first.
+        best.column += 15 - static_cast<int32_t>(reduce_max(left));
+        return best;
+    }
+    float values[kLanes];
+    store(values, v);
+    best.value = values[0];
+    for (size_t i = 1; i < width; ++i) {
+        if (is_better(values[i], best.value)) best = {values[i], static_cast<int32_t>(column + static_cast<int64_t>(i))};
+    }
+    return best;
+}
+
 // The accumulators of panel `panel` of a matrix that is not gated, or is but whose gate is applied elsewhere.
 static inline void finish(const LinearArgs& args, int64_t panel, int64_t row, F32 acc) {
     const Epilogue& e = args.epilogue;
@@ -40,13 +64,7 @@ static inline void finish(const LinearArgs& args, int64_t panel, int64_t row, F3
     if (e.activation != Activation::none) v = rounded(activate(v, e.activation), e.rounding);
     if (args.y != nullptr) store_output(args, row, column, width, v);
     if (args.best != nullptr) {
-        float values[kLanes];
-        store(values, v);
-        LinearArgs::Best best{-__builtin_inff(), static_cast<int32_t>(column)};
-        for (size_t i = 0; i < width; ++i) {
-            if (values[i] > best.value) best = {values[i], static_cast<int32_t>(column + static_cast<int64_t>(i))};
-        }
-        args.best_scratch[panel * args.rows + row] = best;
+        args.best_scratch[panel * args.rows + row] = best_of(v, column, width);
     }
 }
 
@@ -64,16 +82,28 @@ static inline void finish_gated(const LinearArgs& args, int64_t pair, int64_t ro
     store_output(args, row, column, width, rounded(activate(gate, e.activation) * up, e.rounding));
 }
 
-// After all panels are finished: `best` from `best_scratch`, in the order of the columns.
-static inline void choose_best(const LinearArgs& args) {
-    for (int64_t row = 0; row < args.rows; ++row) {
-        LinearArgs::Best best = args.best_scratch[row];
-        for (int64_t panel = 1; panel < args.weight->num_panels; ++panel) {
-            const LinearArgs::Best& next = args.best_scratch[panel * args.rows + row];
-            if (next.value > best.value) best = next;
+constexpr int64_t kBestRows = 8;  // share the cache lines of a panel
+
+// `best` of at most kBestRows rows from `best_scratch`, in the order of the columns.
+static inline void choose_best_of(const LinearArgs& args, int64_t first) {
+    const int64_t left = args.rows - first, rows = left < kBestRows ? left : kBestRows;
+    LinearArgs::Best best[kBestRows];
+    memcpy(best, args.best_scratch + first, static_cast<size_t>(rows) * sizeof *best);
+    for (int64_t panel = 1; panel < args.weight->num_panels; ++panel) {
+        const LinearArgs::Best* next = args.best_scratch + panel * args.rows + first;
+        for (int64_t row = 0; row < rows; ++row) {
+            if (is_better(next[row].value, best[row].value)) best[row] = next[row];
         }
-        args.best[row] = best.column;
     }
+    for (int64_t row = 0; row < rows; ++row) args.best[first + row] = best[row].column;
+}
+
+// After all panels are finished.
+static inline void choose_best(const LinearArgs& args) {
+    for (int64_t row = 0; row < args.rows; row += kBestRows) choose_best_of(args, row);
+}
+static inline void choose_best(const LinearArgs& args, Team& team) {
+    team.each((args.rows + kBestRows - 1) / kBestRows, [&](int64_t chunk, int) { choose_best_of(args, chunk * kBestRows); });
 }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -553,7 +553,7 @@ void linear_float(const LinearArgs& args, Team& team) {
 #endif
             multiply<EvenOdd>(args, team);
     }
-    if (args.best != nullptr) choose_best(args);
+    if (args.best != nullptr) choose_best(args, team);
 }
 
 }  // namespace octavo::OCTAVO_ISA
