@@ -4,9 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cerrno>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -153,7 +151,8 @@ void map_over(Bytes memory, int fd, int64_t offset) {
 #if defined(__unix__)
     void* at = const_cast<uint8_t*>(memory.data());
     if (mmap(at, memory.size(), PROT_READ, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) == MAP_FAILED) {
-        throw std::system_error(errno, std::generic_category(), "mmap");
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
     }
 #else
     (void)memory, (void)fd, (void)offset;

@@ -343,3 +343,17 @@ def test_memory_grows_by_chunks_and_knows_where_each_piece_is() -> None:
         assert (found[:2] == number).all() and (found[-2:] == number).all()
     with pytest.raises(AssertionError):
         memory.offset(np.zeros(64, np.uint8))
+
+
+def test_weights_stay_good_where_pages_cannot_be_shared(cache: PackCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(pack_cache._native, "map_over", fail)
+    first = Run(cache)
+    assert first.memory() == Run(None).memory() and Run(cache).is_mapped
+
+
+def test_the_extension_says_why_it_cannot_map() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _native.map_over(PackMemory().take(4096), -1, 0)

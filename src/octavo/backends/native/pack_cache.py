@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 FILE_VERSION = 1
 MAGIC = b"OCTAVOPW"
 HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, 0, index offset, index bytes, file bytes, digest of all that
-HEADER_BYTES = PAGE = 4096
+HEADER_BYTES = PAGE = max(4096, mmap.PAGESIZE)
 LINE = 64
 CHUNK_BYTES = 64 * 1024 * 1024
 HUGE_PAGE = 2 * 1024 * 1024
@@ -56,7 +56,7 @@ class PackMemory:
         self._open: _Chunk | None = None
 
     def take(self, size: int) -> Bytes:
-        """At a multiple of 64, of 4096 when it is large."""
+        """At a multiple of 64, of a page when it is large."""
         alignment = PAGE if size >= 16 * PAGE else LINE
         if self._open is not None and self._open.fits(size, alignment):
             return self._open.take(size, alignment)
@@ -138,7 +138,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _check_region(offset: int, size: int, end: int) -> None:
-    if offset < HEADER_BYTES or offset % LINE or size < 0 or offset + size > end:
+    if offset < HEADER.size or offset % LINE or size < 0 or offset + size > end:
         raise ValueError(f"{size} bytes at {offset} of {end}")
 
 
@@ -230,14 +230,12 @@ class PackCache:
             self._remove_abandoned()
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _write(fd, chunks, entries)
                 draft.rename(path)
-                offset = HEADER_BYTES
-                for chunk in chunks:
-                    if len(chunk):
-                        _native.map_over(chunk, fd, offset)
-                    offset += len(chunk)
+                with suppress(OSError):  # then this process keeps pages of its own
+                    _share_pages(fd, chunks)
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
@@ -272,13 +270,21 @@ class PackCache:
 def _write(fd: int, chunks: Sequence[Bytes], entries: Sequence[Entry]) -> None:
     offset = HEADER_BYTES
     for chunk in chunks:
-        _write_at(fd, memoryview(chunk), offset)
+        _write_at(fd, chunk.data, offset)
         offset += len(chunk)
     index = msgspec.json.encode([_moved(entry, HEADER_BYTES) for entry in entries])
     _write_at(fd, memoryview(index), offset)
     header = HEADER.pack(MAGIC, FILE_VERSION, 0, offset, len(index), offset + len(index), bytes(32))
     _write_at(fd, memoryview(header[:-32] + _digest(header, index)), 0)
     os.fsync(fd)
+
+
+def _share_pages(fd: int, chunks: Sequence[Bytes]) -> None:
+    offset = HEADER_BYTES
+    for chunk in chunks:
+        if len(chunk):
+            _native.map_over(chunk, fd, offset)
+        offset += len(chunk)
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:
