@@ -584,8 +584,7 @@ PackedMatrix with_layout(PackedMatrix m) {
     }
     if (m.gated && m.n % 2 != 0) throw std::invalid_argument("a gated matrix of " + std::to_string(m.n) + " rows");
     const bool is_integer = m.format == WeightFormat::int8 || m.format == WeightFormat::int4;
-    const bool is_bf16 = m.format == WeightFormat::bf16;
-    m.padded_k = round_up(m.k, is_integer ? 64 : is_bf16 ? 32 : 1);
+    m.padded_k = round_up(m.k, is_integer ? 64 : 32);
     m.num_panels = m.gated ? 2 * (round_up(m.n / 2, kPanel) / kPanel) : round_up(m.n, kPanel) / kPanel;
     if (!is_integer) {
         if (m.group != 0 || m.has_min) throw std::invalid_argument("float formats have no groups");
