@@ -43,13 +43,17 @@ def checkpoint() -> list[tuple[list[Tensor], str]]:
     ]
 
 
+def store_in(cache: PackCache | None, identity: bytes | None, **options: str) -> WeightStore:
+    place = {} if cache is None else {"cache": cache.folder, "cache_bytes": cache.max_bytes}
+    return WeightStore(team=TEAM, identity=identity, **({"dtype": "float32"} | options), **place)
+
+
 class Run:
     """A start: packs the checkpoint, or finds it packed."""
 
     def __init__(self, cache: PackCache | None, *, identity: bytes = b"model", waits: bool = True, **settings: str):
         self.parameters = settings.pop("parameters", None) or checkpoint()
-        options = {"dtype": "float32", "quantization": "auto"} | settings
-        self.store = WeightStore(team=TEAM, cache=cache, identity=identity, **options)
+        self.store = store_in(cache, identity, **settings)
         self.weights = [self.store.pack(parts, kind) for parts, kind in self.parameters]
         self.is_mapped = self.store.is_mapped
         self.store.finish()
@@ -131,7 +135,7 @@ def test_another_model_or_setting_has_its_own_file(cache: PackCache, other: dict
 
 def test_nothing_is_kept_without_an_identity_or_before_the_end(cache: PackCache) -> None:
     Run(cache, identity=None)
-    store = WeightStore(dtype="float32", team=TEAM, cache=cache, identity=b"model")
+    store = store_in(cache, b"model")
     store.pack(*checkpoint()[0])
     assert not cache.folder.exists()
 
@@ -206,7 +210,7 @@ def test_tensors_that_swapped_places_are_told_apart_by_name(cache: PackCache) ->
 
 def test_arrays_are_told_apart_by_their_values(cache: PackCache) -> None:
     for value in (1.0, 2.0):
-        store = WeightStore(dtype="float32", team=TEAM, cache=cache, identity=b"model")
+        store = store_in(cache, b"model")
         weight = store.pack([np.full((4, 8), value, np.float32)], "linear")
         assert not store.is_mapped and values(weight)[0, 0] == value
         store.finish()

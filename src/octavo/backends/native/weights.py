@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
@@ -194,8 +195,14 @@ class _Parameter:
         return Entry(self.source, self.losses, segments)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    cache: PackCache
+    path: Path
+
+
 class WeightStore:
-    """Packs a model's parameters, or finds them packed in `cache`.
+    """Packs a model's parameters, or finds them packed in the folder `cache`, which keeps up to `cache_bytes`.
 
     `quantization`: auto keeps the integers of block types and stores plain types in `dtype` (or narrower, where
     that is exact: a bfloat16 checkpoint served in float32 stays bfloat16 in memory); none stores everything so; int8
@@ -209,16 +216,19 @@ class WeightStore:
         dtype: DType,
         team: _native.Team,
         quantization: Quantization = "auto",
-        cache: PackCache | None = None,
+        cache: Path | None = None,
+        cache_bytes: int = 16 << 30,
         identity: bytes | None = None,
     ) -> None:
         self._dtype: DType = dtype
         self._team = team
         self._quantization = quantization
-        self._cache = cache
-        self._path = None if cache is None or identity is None else cache.path(identity, dtype, quantization)
-        self._file: PackFile | None = None if cache is None or self._path is None else cache.open(self._path)
-        self._is_cacheable = self._path is not None
+        self._place: _Place | None = None  # None: nothing is written
+        self._file: PackFile | None = None
+        if cache is not None and identity is not None:
+            folder = PackCache(cache, cache_bytes)
+            self._place = _Place(folder, folder.path(identity, dtype, quantization))
+            self._file = folder.open(self._place.path)
         self._memory = PackMemory()
         self._packed: list[_Parameter] = []  # empty while `_file` serves
         self._num_parameters = 0
@@ -256,12 +266,12 @@ class WeightStore:
 
     def finish(self) -> None:
         """All parameters are packed: write them to the cache, in the background."""
-        if self._file is not None or not self._is_cacheable:
+        if self._file is not None or self._place is None:
             return
-        assert self._cache is not None and self._path is not None
         entries = [parameter.entry(self._memory) for parameter in self._packed]
-        arguments = (self._path, self._memory, entries)
-        self._saving = threading.Thread(target=self._cache.save, args=arguments, name="packed-weights", daemon=True)
+        arguments = (self._place.path, self._memory, entries)
+        save = self._place.cache.save
+        self._saving = threading.Thread(target=save, args=arguments, name="packed-weights", daemon=True)
         self._saving.start()
 
     def wait(self) -> None:
@@ -288,9 +298,9 @@ class WeightStore:
             log.warning(
                 "%s holds other parameters: this start packs the checkpoint, the next renews it.", self._file.path
             )
-            assert self._cache is not None
-            self._cache.remove(self._file.path)
-            self._file, self._is_cacheable = None, False
+            assert self._place is not None
+            self._place.cache.remove(self._file.path)
+            self._file = self._place = None
             return None
         self._losses.update(entry.losses)
         if not entry.segments:
