@@ -24,6 +24,14 @@ void check(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
 }
 
+// As it is: a converted copy would be gone before it is read.
+template <typename A>
+A array_of(nb::handle object) {
+    A array;
+    if (!nb::try_cast(object, array, false)) throw nb::type_error("an array has another type");
+    return array;
+}
+
 // Starts [E + 1] and ids of one kind of edit.
 RaggedIds ragged(const Array1<int64_t>& starts, const Array1<int32_t>& ids, size_t num_edits, int64_t vocab_size) {
     check(starts.size() == num_edits + 1, "the starts of an edit have another length");
@@ -85,8 +93,8 @@ class Sampler {
   private:
     // (edit of each row, then starts and ids of allowed, banned, biased and seen, biases, counts)
     void set_edits(SampleArgs& args, const nb::tuple& edits) const {
-        const auto of_row = nb::cast<Array1<int32_t>>(edits[0]);
-        const size_t num_edits = nb::cast<Array1<int64_t>>(edits[1]).size() - 1;
+        const auto of_row = array_of<Array1<int32_t>>(edits[0]);
+        const size_t num_edits = array_of<Array1<int64_t>>(edits[1]).size() - 1;
         check(of_row.size() == static_cast<size_t>(args.rows), "edits differ in number of rows");
         for (size_t i = 0; i < of_row.size(); ++i) {
             check(of_row.data()[i] < static_cast<int32_t>(num_edits), "an edit is out of range");
@@ -94,11 +102,11 @@ class Sampler {
         args.edit_of_row = of_row.data();
         RaggedIds* const lists[] = {&args.allowed, &args.banned, &args.biased, &args.seen};
         for (size_t i = 0; i < 4; ++i) {
-            *lists[i] = ragged(nb::cast<Array1<int64_t>>(edits[1 + 2 * i]), nb::cast<Array1<int32_t>>(edits[2 + 2 * i]),
+            *lists[i] = ragged(array_of<Array1<int64_t>>(edits[1 + 2 * i]), array_of<Array1<int32_t>>(edits[2 + 2 * i]),
                                num_edits, vocab_size_);
         }
-        const auto biases = nb::cast<Array1<float>>(edits[9]);
-        const auto counts = nb::cast<Array1<int32_t>>(edits[10]);
+        const auto biases = array_of<Array1<float>>(edits[9]);
+        const auto counts = array_of<Array1<int32_t>>(edits[10]);
         check(static_cast<int64_t>(biases.size()) == args.biased.starts[num_edits], "biases differ in number");
         check(static_cast<int64_t>(counts.size()) == args.seen.starts[num_edits], "counts differ in number");
         args.biases = biases.data();
@@ -107,8 +115,8 @@ class Sampler {
 
     // (mask of each row, masks)
     void set_masks(SampleArgs& args, const nb::tuple& masks) const {
-        const auto of_row = nb::cast<Array1<int32_t>>(masks[0]);
-        const auto words = nb::cast<Array2<uint32_t>>(masks[1]);
+        const auto of_row = array_of<Array1<int32_t>>(masks[0]);
+        const auto words = array_of<Array2<uint32_t>>(masks[1]);
         check(of_row.size() == static_cast<size_t>(args.rows), "masks differ in number of rows");
         check(static_cast<int64_t>(words.shape(1)) * 32 >= vocab_size_, "masks are too narrow");
         for (size_t i = 0; i < of_row.size(); ++i) {
@@ -128,13 +136,13 @@ class Sampler {
         if (widest < 0) return;
         check(described.has_value(), "rows want log-probabilities and there is no room for them");
         const nb::tuple& d = *described;
-        const auto values = nb::cast<Out1<float>>(d[0]);
-        const auto peaks = nb::cast<Out1<float>>(d[1]);
-        const auto totals = nb::cast<Out1<double>>(d[2]);
-        const auto ranks = nb::cast<Out1<int32_t>>(d[3]);
-        const auto num_top = nb::cast<Out1<int32_t>>(d[4]);
-        const auto top_ids = nb::cast<Out2<int32_t>>(d[5]);
-        const auto top_values = nb::cast<Out2<float>>(d[6]);
+        const auto values = array_of<Out1<float>>(d[0]);
+        const auto peaks = array_of<Out1<float>>(d[1]);
+        const auto totals = array_of<Out1<double>>(d[2]);
+        const auto ranks = array_of<Out1<int32_t>>(d[3]);
+        const auto num_top = array_of<Out1<int32_t>>(d[4]);
+        const auto top_ids = array_of<Out2<int32_t>>(d[5]);
+        const auto top_values = array_of<Out2<float>>(d[6]);
         const size_t n = static_cast<size_t>(args.rows), width = static_cast<size_t>(widest);
         check(values.size() == n && peaks.size() == n && totals.size() == n && ranks.size() == n &&
                   num_top.size() == n && top_ids.shape(0) == n && top_values.shape(0) == n &&
@@ -157,8 +165,9 @@ class Sampler {
 void bind_sampler(nb::module_& m) {
     nb::class_<Sampler>(m, "Sampler")
         .def(nb::init<const std::string&, nb::object, int64_t>(), "isa"_a, "team"_a, "vocab_size"_a)
-        .def("sample", &Sampler::sample, "logits"_a, "options"_a, "positions"_a, "sources"_a, "edits"_a.none(),
-             "masks"_a.none(), "given"_a.none(), "processed"_a, "token_ids"_a, "statuses"_a, "described"_a.none());
+        .def("sample", &Sampler::sample, "logits"_a.noconvert(), "options"_a.noconvert(), "positions"_a.noconvert(),
+             "sources"_a.noconvert(), "edits"_a.none(), "masks"_a.none(), "given"_a.none().noconvert(), "processed"_a,
+             "token_ids"_a.noconvert(), "statuses"_a.noconvert(), "described"_a.none());
 }
 
 }  // namespace octavo

@@ -129,11 +129,15 @@ def test_the_chi_square_tail_is_that_of_the_tables():
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_draws_of_every_option_and_pair_fit_the_distribution(names):  # SMP-11
+def test_draws_of_every_option_and_pair_fit_the_distribution(make_sampler, names):  # SMP-11
     params, bad_words, mask = parse(names)
-    rows = at_positions(make_row(bad_words=bad_words, **params), 20_000 if len(names) < 2 else 2_000)
+    if make_sampler is Sampler:  # row by row
+        num_draws = 2_000 if len(names) < 2 else 500
+    else:
+        num_draws = 20_000 if len(names) < 2 else 4_000
+    rows = at_positions(make_row(bad_words=bad_words, **params), num_draws)
     masks = None if mask is None else [mask] * len(rows)
-    output = Sampler(8).sample(LOGITS[None], rows, sources=[0] * len(rows), token_masks=masks)
+    output = make_sampler(8).sample(LOGITS[None], rows, sources=[0] * len(rows), token_masks=masks)
     counts = np.bincount(output.token_ids, minlength=8)
     assert chi_square_p(counts, expected_probabilities(names)) > 1e-3
 
@@ -156,10 +160,10 @@ def large_logits(kind: str, size: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "peaked", "flat"])
-def test_a_large_row_samples_what_the_full_sort_would(kind):
+def test_a_large_row_samples_what_the_full_sort_would(make_sampler, kind):
     size = 5003
     random = np.random.default_rng(5)
-    sampler = Sampler(size)
+    sampler = make_sampler(size)
     for case in range(60):
         logits = large_logits(kind, size, case)
         prompt, generated = random.integers(0, size, 50).tolist(), random.integers(0, size, 30).tolist()
@@ -193,7 +197,7 @@ def test_a_large_row_samples_what_the_full_sort_would(kind):
         assert sampled == expected, (case, params)
 
 
-def test_a_vocabulary_of_real_size_samples_what_the_full_sort_would():
+def test_a_vocabulary_of_real_size_samples_what_the_full_sort_would(make_sampler):
     size = 151_000
     for case, options in enumerate(
         ({}, {"top_p": 0.9}, {"top_p": 0.9, "temperature": 50.0}, {"top_k": 50, "min_p": 0.01})
@@ -201,22 +205,22 @@ def test_a_vocabulary_of_real_size_samples_what_the_full_sort_would():
         logits = large_logits("normal", size, case)
         params = SamplingParams(seed=case, **options)
         rows = at_positions(RowSampling(params, prompt_token_ids=(1,), vocab_size=size), 5)
-        sampled = Sampler(size).sample(logits[None], rows, sources=[0] * 5).token_ids
+        sampled = make_sampler(size).sample(logits[None], rows, sources=[0] * 5).token_ids
         assert sampled == [reference.sample(logits, params, choice=0, position=1 + i) for i in range(5)]
 
 
 # SMP-01
 @pytest.mark.parametrize("scale_by", [1.0, 25.0, 1e4, 1e30])
-def test_tiny_temperatures_are_greedy_whatever_the_size_of_the_logits(scale_by):
+def test_tiny_temperatures_are_greedy_whatever_the_size_of_the_logits(make_sampler, scale_by):
     logits = (LOGITS * scale_by).astype(np.float32)
     rows = [make_row(temperature=t) for t in (0, 1e-12, 1e-6, 9.9e-6, 1e-5, 1e-4, 1e-3)]
     companions = [make_row(temperature=1.0, seed=seed) for seed in range(3)]
-    sampled = Sampler(8).sample(np.tile(logits, (10, 1)), rows + companions).token_ids
+    sampled = make_sampler(8).sample(np.tile(logits, (10, 1)), rows + companions).token_ids
     assert sampled[:7] == [0] * 7
     assert all(0 <= token_id < 8 for token_id in sampled)
 
 
-def test_extremes_of_float32_give_a_token_and_finite_logprobs():
+def test_extremes_of_float32_give_a_token_and_finite_logprobs(make_sampler):
     top = np.finfo(np.float32).max
     for logits in ([top, -top, 0, top, -np.inf, 1, 2, 3], [-top, -top, -np.inf, -top, -top, -top, -top, -top]):
         row = make_row(
@@ -228,25 +232,25 @@ def test_extremes_of_float32_give_a_token_and_finite_logprobs():
             presence_penalty=-2.0,
             logit_bias={0: 100.0, 1: -100.0},
         )
-        output = Sampler(8).sample(np.array([logits], np.float32), [row])
+        output = make_sampler(8).sample(np.array([logits], np.float32), [row])
         assert not output.failed
         assert logits[output.token_ids[0]] > -np.inf
         assert not math.isnan(output.logprobs[0].logprob) and output.logprobs[0].logprob <= 0
 
 
-def test_greedy_takes_the_lowest_id_of_equals():
+def test_greedy_takes_the_lowest_id_of_equals(make_sampler):
     logits = np.array([[1, 3, 3, 2, 3, 0, 0, 0]], np.float32)
     for options in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_p": 1e-9}):
         for seed in range(5):
-            assert Sampler(8).sample(logits, [make_row(seed=seed, **options)]).token_ids == [1], options
+            assert make_sampler(8).sample(logits, [make_row(seed=seed, **options)]).token_ids == [1], options
 
 
 # SMP-08
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_edges_of_the_filters(temperature):
+def test_edges_of_the_filters(make_sampler, temperature):
     def tokens(**options) -> list[int]:
         rows = [make_row(seed=seed, temperature=temperature, **options) for seed in range(300)]
-        return Sampler(8).sample(LOGITS[None], rows, sources=[0] * 300).token_ids
+        return make_sampler(8).sample(LOGITS[None], rows, sources=[0] * 300).token_ids
 
     free = tokens()
     assert len(set(free)) == 8
@@ -256,12 +260,12 @@ def test_edges_of_the_filters(temperature):
         assert set(tokens(**best)) == {0}, best
 
 
-def test_top_p_keeps_the_fewest_tokens_whose_mass_reaches_it():
+def test_top_p_keeps_the_fewest_tokens_whose_mass_reaches_it(make_sampler):
     logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]])).astype(np.float32)
 
     def support(top_p: float) -> set[int]:
         rows = at_positions(make_row(vocab_size=4, prompt=(1,), output=(), eos=(), top_p=top_p), 500)
-        return set(Sampler(4).sample(logits, rows, sources=[0] * 500).token_ids)
+        return set(make_sampler(4).sample(logits, rows, sources=[0] * 500).token_ids)
 
     assert support(0.49) == {0}
     assert support(0.51) == support(0.74) == {0, 1}
@@ -270,7 +274,7 @@ def test_top_p_keeps_the_fewest_tokens_whose_mass_reaches_it():
 
 
 # SMP-10
-def test_padding_of_the_output_layer_is_never_sampled():
+def test_padding_of_the_output_layer_is_never_sampled(make_sampler):
     logits = np.zeros((1, 128), np.float32)
     logits[:, 100:] = 50
     for options in (
@@ -281,17 +285,17 @@ def test_padding_of_the_output_layer_is_never_sampled():
         {"temperature": 100.0, "logprobs": 5},
     ):
         rows = at_positions(make_row(vocab_size=100, **options), 2000)
-        output = Sampler(100).sample(logits, rows, sources=[0] * 2000)
+        output = make_sampler(100).sample(logits, rows, sources=[0] * 2000)
         assert max(output.token_ids) < 100
         for logprobs in output.logprobs.values():
             assert logprobs.logprob == pytest.approx(-math.log(100), abs=1e-6)
             assert logprobs.top_token_ids == (0, 1, 2, 3, 4)
 
 
-def test_padding_that_is_not_finite_does_no_harm():
+def test_padding_that_is_not_finite_does_no_harm(make_sampler):
     logits = np.full((1, 12), np.nan, np.float32)
     logits[:, :8] = LOGITS
-    assert Sampler(8).sample(logits, [make_row(temperature=0.0)]).token_ids == [0]
+    assert make_sampler(8).sample(logits, [make_row(temperature=0.0)]).token_ids == [0]
 
 
 def test_many_draws_from_a_flat_distribution_reach_the_whole_vocabulary_and_no_further():  # SMP-10
@@ -315,11 +319,11 @@ def mixed_rows() -> list[RowSampling]:
     ]
 
 
-def test_a_row_samples_the_same_in_any_order_and_company():
+def test_a_row_samples_the_same_in_any_order_and_company(make_sampler):
     logits = large_logits("normal", 8, 3) + np.random.default_rng(4).standard_normal((8, 8)).astype(np.float32)
     rows = mixed_rows()
     masks = [bit_mask((0, 3, 5, 6), 8) if i % 3 == 0 else None for i in range(8)]
-    sampler = Sampler(8)
+    sampler = make_sampler(8)
     together = sampler.sample(logits, rows, token_masks=masks)
     assert len(set(together.token_ids)) > 2
     random = np.random.default_rng(6)
@@ -330,12 +334,12 @@ def test_a_row_samples_the_same_in_any_order_and_company():
         assert output.logprobs == {at: together.logprobs[i] for at, i in enumerate(chosen) if i in together.logprobs}
 
 
-def test_choices_of_a_request_differ_and_are_reproducible_as_a_list():
+def test_choices_of_a_request_differ_and_are_reproducible_as_a_list(make_sampler):
     def four() -> list[list[int]]:
         rows = [make_row(seed=7, choice=choice) for choice in range(4)]
         texts: list[list[int]] = [[] for _ in rows]
         for _ in range(20):
-            sampled = Sampler(8).sample(LOGITS[None], rows, sources=[0] * 4).token_ids
+            sampled = make_sampler(8).sample(LOGITS[None], rows, sources=[0] * 4).token_ids
             for row, text, token_id in zip(rows, texts, sampled, strict=True):
                 row.append(token_id)
                 text.append(token_id)
@@ -346,16 +350,16 @@ def test_choices_of_a_request_differ_and_are_reproducible_as_a_list():
     assert len({tuple(text) for text in first}) == 4
 
 
-def test_seeds_decide_and_equal_seeds_agree():
+def test_seeds_decide_and_equal_seeds_agree(make_sampler):
     def run(seed: int) -> list[int]:
-        return Sampler(8).sample(LOGITS[None], at_positions(make_row(seed=seed), 50), sources=[0] * 50).token_ids
+        return make_sampler(8).sample(LOGITS[None], at_positions(make_row(seed=seed), 50), sources=[0] * 50).token_ids
 
     assert run(5) == run(5)
     assert len({tuple(run(seed)) for seed in (0, 1, 2, 2**40, -1, 2**63 - 1)}) == 6
 
 
 # SCH-01
-def test_a_request_resumed_from_its_tokens_goes_on_as_if_nothing_had_happened():
+def test_a_request_resumed_from_its_tokens_goes_on_as_if_nothing_had_happened(make_sampler):
     options = {
         "repetition_penalty": 1.3,
         "frequency_penalty": 0.2,
@@ -366,7 +370,7 @@ def test_a_request_resumed_from_its_tokens_goes_on_as_if_nothing_had_happened():
     }
     random = np.random.default_rng(8)
     steps = random.standard_normal((40, 1, 8)).astype(np.float32)
-    sampler = Sampler(8)
+    sampler = make_sampler(8)
     row = make_row(output=(), **options)
     generated: list[int] = []
     for logits in steps:
@@ -378,24 +382,39 @@ def test_a_request_resumed_from_its_tokens_goes_on_as_if_nothing_had_happened():
     assert len(set(generated)) > 3
 
 
+def test_rows_that_want_only_the_argmax_take_it_from_elsewhere(make_sampler):
+    sampler = make_sampler(8)
+    plain = [make_row(temperature=0.0, seed=seed) for seed in range(3)]
+    assert sampler.wants_only_argmax(plain) and sampler.wants_only_argmax([])
+    for options in ({}, {"temperature": 0.0, "logprobs": 0}, {"temperature": 0.0, "presence_penalty": 0.1}):
+        assert not sampler.wants_only_argmax([*plain, make_row(**options)]), options
+    logits = np.stack([LOGITS, LOGITS[::-1], np.full(8, np.nan, np.float32)])
+    accepted = sampler.accept_argmax(np.array([0, 7, -1], np.int32), [0, 1, 2])
+    assert accepted == sampler.sample(logits, plain)
+    assert accepted.failed == {2: NOT_FINITE}
+    forks = sampler.accept_argmax(np.array([3, 4], np.int32), [0, 1, 1])
+    assert forks.token_ids == [3, 4, 4]
+    assert sampler.accept_argmax(np.array([3, 8], np.int32), [0, 1]) is None  # padding came out best
+
+
 # ATT-11
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.nan])
-def test_logits_that_are_not_finite_fail_their_row_alone(poison):
+def test_logits_that_are_not_finite_fail_their_row_alone(make_sampler, poison):
     logits = np.tile(LOGITS, (4, 1))
     logits[1, 5] = poison
     logits[3] = -np.inf
     for options in ({"temperature": 0.0}, {"temperature": 0.8, "logprobs": 1}, {"allowed_token_ids": (0, 1)}):
-        output = Sampler(8).sample(logits, [make_row(**options) for _ in range(4)])
+        output = make_sampler(8).sample(logits, [make_row(**options) for _ in range(4)])
         assert output.failed == {1: NOT_FINITE, 3: NOT_FINITE}
         assert output.token_ids[1] == output.token_ids[3] == -1
         assert output.token_ids[0] == output.token_ids[2] >= 0
         assert set(output.logprobs) == ({0, 2} if "logprobs" in options else set())
 
 
-def test_a_single_negative_infinity_is_a_mask_and_no_error():
+def test_a_single_negative_infinity_is_a_mask_and_no_error(make_sampler):
     logits = LOGITS[None].copy()
     logits[0, 0] = -np.inf
-    output = Sampler(8).sample(logits, [make_row(temperature=0.0, logprobs=8)])
+    output = make_sampler(8).sample(logits, [make_row(temperature=0.0, logprobs=8)])
     assert output.token_ids == [1] and not output.failed
     assert output.logprobs[0].top_token_ids == (1, 6, 2, 3, 4, 7, 5)
 
@@ -409,28 +428,29 @@ def test_a_single_negative_infinity_is_a_mask_and_no_error():
         {"mask": ()},
     ],
 )
-def test_a_row_whose_options_exclude_every_token_fails_alone(options):
+def test_a_row_whose_options_exclude_every_token_fails_alone(make_sampler, options):
+    options = dict(options)
     mask = options.pop("mask", None)
     masks = [None, None if mask is None else bit_mask(mask, 8)]
     for temperature in (0.0, 1.0):
         rows = [make_row(temperature=temperature), make_row(temperature=temperature, **options)]
-        output = Sampler(8).sample(np.tile(LOGITS, (2, 1)), rows, token_masks=masks)
+        output = make_sampler(8).sample(np.tile(LOGITS, (2, 1)), rows, token_masks=masks)
         assert output.failed == {1: NOTHING_LEFT}
         assert output.token_ids[0] >= 0 and output.token_ids[1] == -1
 
 
-def test_bias_does_not_bring_back_a_masked_token():
+def test_bias_does_not_bring_back_a_masked_token(make_sampler):
     row = make_row(temperature=0.0, allowed_token_ids=(4, 5), logit_bias={0: 100.0, 5: 10.0})
-    assert Sampler(8).sample(LOGITS[None], [row]).token_ids == [5]
+    assert make_sampler(8).sample(LOGITS[None], [row]).token_ids == [5]
 
 
 # SMP-06
-def test_penalties_follow_their_formulas():
+def test_penalties_follow_their_formulas(make_sampler):
     logits = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
 
     def processed(**options) -> list[float]:
         row = make_row(prompt=(0, 1), output=(3, 1, 3), vocab_size=4, eos=(), temperature=0.0, logprobs=4, **options)
-        described = Sampler(4, "processed").sample(logits, [row]).logprobs[0]
+        described = make_sampler(4, "processed").sample(logits, [row]).logprobs[0]
         values = dict(zip(described.top_token_ids, described.top_logprobs, strict=True))
         return [values[token_id] - values[2] + 0.5 for token_id in range(4)]  # token 2 is never penalised
 
@@ -441,38 +461,38 @@ def test_penalties_follow_their_formulas():
     assert combined == pytest.approx([1.0, -2.75, 0.5, 0.25], abs=1e-6)
 
 
-def test_neither_logits_nor_rows_are_changed_by_sampling():
+def test_neither_logits_nor_rows_are_changed_by_sampling(make_sampler):
     logits = np.tile(LOGITS, (8, 1))
     logits.flags.writeable = False
     rows = mixed_rows()
     before = [(row.num_tokens, row.seen_ids.tolist(), row.seen_counts.tolist(), row.banned_ids) for row in rows]
     masks = [bit_mask(range(8), 8)] * 8
-    assert Sampler(8).sample(logits, rows, token_masks=masks) == Sampler(8).sample(logits, rows)
+    assert make_sampler(8).sample(logits, rows, token_masks=masks) == make_sampler(8).sample(logits, rows)
     assert before == [(row.num_tokens, row.seen_ids.tolist(), row.seen_counts.tolist(), row.banned_ids) for row in rows]
 
 
-def test_token_masks_reach_the_last_token_of_odd_vocabularies():
+def test_token_masks_reach_the_last_token_of_odd_vocabularies(make_sampler):
     for size in (1, 8, 31, 32, 33, 1000):
         logits = np.zeros((1, size), np.float32)
         for dtype in (np.uint32, np.int32):
             mask = bit_mask((size - 1,), size).view(dtype)
             row = make_row(prompt=(0,), output=(), eos=(), vocab_size=size, temperature=0.0)
-            assert Sampler(size).sample(logits, [row], token_masks=[mask]).token_ids == [size - 1]
+            assert make_sampler(size).sample(logits, [row], token_masks=[mask]).token_ids == [size - 1]
 
 
-def test_a_mask_that_is_too_short_is_refused():
+def test_a_mask_that_is_too_short_is_refused(make_sampler):
     with pytest.raises(AssertionError, match="1 words for 40 tokens"):
         row = make_row(vocab_size=40)
-        Sampler(40).sample(np.zeros((1, 40), np.float32), [row], token_masks=[np.zeros(1, np.uint32)])
+        make_sampler(40).sample(np.zeros((1, 40), np.float32), [row], token_masks=[np.zeros(1, np.uint32)])
 
 
-def test_a_step_without_rows_samples_nothing():
-    output = Sampler(8).sample(np.empty((0, 8), np.float32), [])
+def test_a_step_without_rows_samples_nothing(make_sampler):
+    output = make_sampler(8).sample(np.empty((0, 8), np.float32), [])
     assert output.token_ids == [] and not output.failed and not output.logprobs
 
 
-def test_scoring_a_prompt_with_bad_logits_fails_that_request():
+def test_scoring_a_prompt_with_bad_logits_fails_that_request(make_sampler):
     logits = np.tile(LOGITS, (2, 1))
     logits[1, 0] = np.nan
     with pytest.raises(RequestFailed, match="not finite"):
-        Sampler(8).score(logits, [1, 2], 2)
+        make_sampler(8).score(logits, [1, 2], 2)

@@ -65,6 +65,19 @@ class Sampler:
         """
         return all(row.is_plain for row in rows)
 
+    def accept_argmax(self, best: np.ndarray, sources: Sequence[int]) -> SampleOutput | None:
+        """What rows that want only the argmax sample: row i the token best[sources[i]].
+
+        `best` [M] int32 is of all columns of the logits, -1 where none is a number. None when padding of the output
+        layer came out best: the logits must be looked at.
+        """
+        chosen: list[int] = best.tolist()
+        if max(chosen) >= self.vocab_size:
+            return None
+        token_ids = [chosen[source] for source in sources]
+        failed = {i: NOT_FINITE for i, token_id in enumerate(token_ids) if token_id < 0}
+        return SampleOutput(token_ids, {}, failed)
+
     def sample(
         self,
         logits: Floats,

@@ -14,7 +14,8 @@ from octavo.backends.ops import ForwardBatch, KvCache, Tensor
 from octavo.batch import ScheduledBatch, ScheduledRequest, StepOutput, TokenLogprobs
 from octavo.errors import RequestFailed
 from octavo.models.decoder import Decoder
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.columns import RowSampling
+from octavo.sampling.sampler import SampleOutput, Sampler
 from octavo.worker.forward_batch import build_forward_batch
 from octavo.worker.request_table import RequestTable, Row
 
@@ -41,13 +42,17 @@ class ModelRunner:
         if not batch.requests:
             return StepOutput(batch.step_id)
         output = StepOutput(batch.step_id)
+        rows = table.rows_of(batch.requests)
+        has_sampled = False
         try:
-            forward = build_forward_batch(batch.requests, table)
+            forward = build_forward_batch(batch.requests, rows, table)
             hidden = self._decoder.forward(forward, self._cache)
-            self._sample(batch.requests, forward, hidden, output)
-            self._score_prompts(batch.requests, forward, hidden, output)
+            self._sample(batch.requests, rows, forward, hidden, output)
+            has_sampled = not output.failed
+            self._score_prompts(batch.requests, rows, forward, hidden, output)
         finally:
-            self._fill_rows(batch.requests)
+            if not has_sampled:
+                self._fill_rows(batch.requests)
         return output
 
     def _fill_rows(self, requests: Sequence[ScheduledRequest]) -> None:
@@ -63,39 +68,70 @@ class ModelRunner:
                         row.append(0)
 
     def _sample(
-        self, requests: Sequence[ScheduledRequest], forward: ForwardBatch, hidden: Tensor, output: StepOutput
+        self,
+        requests: Sequence[ScheduledRequest],
+        rows: Sequence[Row],
+        forward: ForwardBatch,
+        hidden: Tensor,
+        output: StepOutput,
     ) -> None:
         """Sample one token for every request that reaches its end, and for each of its forks."""
         ids: list[int] = []
+        sampling_rows: list[Row] = []
         sources: list[int] = []  # forks sample from their leader's logits
-        for source, request in enumerate(request for request in requests if request.samples):
+        source = 0
+        for request, row in zip(requests, rows, strict=True):
+            if not request.samples:
+                continue
             assert not request.draft_token_ids, "this runner verifies no drafts"
-            ids += (request.request_id, *request.fork_ids)
-            sources += [source] * (1 + len(request.fork_ids))
+            ids.append(request.request_id)
+            sampling_rows.append(row)
+            sources.append(source)
+            for fork_id in request.fork_ids:
+                ids.append(fork_id)
+                sampling_rows.append(self._table[fork_id])
+                sources.append(source)
+            source += 1
         if not ids:
             return
-        logits = self._decoder.logits(hidden, forward.logits_rows)
-        rows = [self._table[request_id] for request_id in ids]
-        sampled = self._sampler.sample(logits, [row.sampling for row in rows], sources=sources)
-        for i, (request_id, row) in enumerate(zip(ids, rows, strict=True)):
-            if (why := sampled.failed.get(i)) is not None:
-                output.failed[request_id] = why
+        sampled = self._sample_rows([row.sampling for row in sampling_rows], sources, forward, hidden)
+        for i, (request_id, row, token_id) in enumerate(zip(ids, sampling_rows, sampled.token_ids, strict=True)):
+            if i in sampled.failed:
+                output.failed[request_id] = sampled.failed[i]
                 continue
-            token_id = sampled.token_ids[i]
             row.append(token_id)
             output.token_ids[request_id] = (token_id,)
-            if (logprobs := sampled.logprobs.get(i)) is not None:
-                output.logprobs[request_id] = (logprobs,)
+        for i, logprobs in sampled.logprobs.items():
+            output.logprobs[ids[i]] = (logprobs,)
+
+    def _sample_rows(
+        self, rows: Sequence[RowSampling], sources: Sequence[int], forward: ForwardBatch, hidden: Tensor
+    ) -> SampleOutput:
+        """From the logits, or from where they are largest if that is all the rows want."""
+        if self._sampler.wants_only_argmax(rows):
+            best = self._decoder.argmax(hidden, forward.logits_rows)
+            sampled = self._sampler.accept_argmax(best, sources)
+            if sampled is not None:
+                return sampled
+        logits = self._decoder.logits(hidden, forward.logits_rows)
+        return self._sampler.sample(logits, rows, sources=sources)
 
     def _score_prompts(
-        self, requests: Sequence[ScheduledRequest], forward: ForwardBatch, hidden: Tensor, output: StepOutput
+        self,
+        requests: Sequence[ScheduledRequest],
+        rows: Sequence[Row],
+        forward: ForwardBatch,
+        hidden: Tensor,
+        output: StepOutput,
     ) -> None:
         """Log-probabilities of the prompt tokens that follow the positions of this step, where asked for."""
-        for i, request in enumerate(requests):
-            row = self._table[request.request_id]
+        for i, row in enumerate(rows):
             count = row.sampling.params.prompt_logprobs
+            if count is None:
+                continue
+            request = requests[i]
             end = min(request.start + request.num_tokens, row.num_prompt_tokens - 1)
-            if count is None or request.start >= end:
+            if request.start >= end:
                 continue
             first_row = int(forward.query_starts[i])
             try:
