@@ -110,7 +110,9 @@ OCTAVO_INLINE void dot_wide(const uint8_t* weights, const uint8_t* activations, 
     } else {
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) sums[r] = broadcast(int32_t{0});
-        for (int64_t i = 0; i + 32 <= k; i += 32) add_quads<rows>(weights + i * kPanel, activations + i, stride, 8, sums);
+        for (int64_t i = 0; i + 32 <= k; i += 32) {
+            add_quads<rows>(weights + i * kPanel, activations + i, stride, 8, sums);
+        }
         if (k % 32 != 0) add_quads<rows>(weights + (k - 16) * kPanel, activations + k - 16, stride, 4, sums);
     }
 }

@@ -1,5 +1,5 @@
-// AVX-512 VNNI: vpdpbusd multiplies unsigned weights with signed activations, sixteen columns and four k at a time. int8
-// weights become unsigned by adding 128.
+// AVX-512 VNNI: vpdpbusd multiplies unsigned weights with signed activations, sixteen columns and four k at a time.
+// int8 weights become unsigned by adding 128.
 #pragma once
 
 namespace octavo::OCTAVO_ISA {
@@ -51,7 +51,9 @@ OCTAVO_INLINE void dot_wide(const uint8_t* weights, const uint8_t* activations, 
     for (int64_t i = 0; i < k; i += 4) {
         const __m512i w = _mm512_loadu_si512(weights + i * kPanel);
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) sum[r] = _mm512_dpbusd_epi32(sum[r], w, broadcast_4(activations + r * stride + i));
+        for (int r = 0; r < rows; ++r) {
+            sum[r] = _mm512_dpbusd_epi32(sum[r], w, broadcast_4(activations + r * stride + i));
+        }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) sums[r] = {sum[r]};

@@ -81,7 +81,8 @@ inline void multiply_block(const float* weights, const float* x, int64_t stride,
     for (int r = 0; r < rows; ++r) store(acc + r * kPanel, sum[r]);
 }
 
-inline void multiply_rows(int64_t rows, const float* weights, const float* x, int64_t stride, int64_t depth, float* acc) {
+inline void multiply_rows(int64_t rows, const float* weights, const float* x, int64_t stride, int64_t depth,
+                          float* acc) {
     switch (rows) {
         case 1: return multiply_block<1>(weights, x, stride, depth, acc);
         case 2: return multiply_block<2>(weights, x, stride, depth, acc);
@@ -109,8 +110,9 @@ void linear_dequantized(const LinearArgs& args, Team& team) {
                 const int64_t depth = smaller(kDepth, w.k - k);
                 dequantize_panel(w, panel + p, k, depth, scratch.weights);
                 for (int64_t r = 0; r < num_rows; r += kBlockRows) {
-                    multiply_rows(smaller(kBlockRows, num_rows - r), scratch.weights, args.x + (row + r) * args.x_stride + k,
-                                  args.x_stride, depth, acc + r * kPanel);
+                    const float* x = args.x + (row + r) * args.x_stride + k;
+                    multiply_rows(smaller(kBlockRows, num_rows - r), scratch.weights, x, args.x_stride, depth,
+                                  acc + r * kPanel);
                 }
             }
         }
@@ -119,11 +121,13 @@ void linear_dequantized(const LinearArgs& args, Team& team) {
             if (args.epilogue.gated) {
                 finish_gated(args, panel / 2, row + r, load(acc), load(acc + num_rows * kPanel));
             } else {
-                for (int64_t p = 0; p < num_panels; ++p) finish(args, panel + p, row + r, load(acc + p * num_rows * kPanel));
+                for (int64_t p = 0; p < num_panels; ++p) {
+                    finish(args, panel + p, row + r, load(acc + p * num_rows * kPanel));
+                }
             }
         }
     });
-    if (args.best != nullptr && args.rows > 0) choose_best(args);
+    if (args.best != nullptr && args.rows > 0) choose_best(args, team);
 }
 
 void unpack_int_row(const PackedMatrix& matrix, int64_t row, float* out) {
@@ -145,7 +149,8 @@ void unpack_int_row(const PackedMatrix& matrix, int64_t row, float* out) {
         store(scales, group.scale);
         store(mins, group.min);
         const Group own = {broadcast(scales[column]), broadcast(mins[column])};
-        store_first(out + first, dequantized(matrix, load(q), own), static_cast<size_t>(smaller(lanes, matrix.k - first)));
+        const auto count = static_cast<size_t>(smaller(lanes, matrix.k - first));
+        store_first(out + first, dequantized(matrix, load(q), own), count);
     }
 }
 
