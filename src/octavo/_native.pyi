@@ -72,3 +72,22 @@ def pack_values(target: PackedMatrix, memory: NDArray[np.uint8], parts: list[Row
 def pack_blocks(target: PackedMatrix, memory: NDArray[np.uint8], parts: list[RowBytes], team: Team) -> None: ...
 def quantize_values(target: PackedMatrix, memory: NDArray[np.uint8], parts: list[RowBytes], team: Team) -> float: ...
 def map_over(memory: NDArray[np.uint8], fd: int, offset: int) -> None: ...
+
+class Sampler:
+    """See csrc/ops/sampler.h and backends/sampler.py, whose arrays it takes. Keeps `team` alive."""
+
+    def __init__(self, isa: str, team: Team, vocab_size: int) -> None: ...
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        options: NDArray[np.uint8],  # [N, bytes of ROW_OPTIONS]
+        positions: NDArray[np.int64],
+        sources: NDArray[np.int32],
+        edits: tuple[NDArray[np.generic], ...] | None,
+        masks: tuple[NDArray[np.int32], NDArray[np.uint32]] | None,
+        given: NDArray[np.int32] | None,
+        processed: bool,
+        token_ids: NDArray[np.int32],  # filled, as are those behind it
+        statuses: NDArray[np.uint8],
+        described: tuple[NDArray[np.generic], ...] | None,
+    ) -> None: ...

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from octavo.backends.sampler import SamplerKernels
+
 Tensor = Any
 Weight = Any  # what a backend made of a host weight: packed, quantized or plain
 
@@ -236,6 +238,10 @@ class Ops(Protocol):
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
         """A host view or copy of x."""
+        ...
+
+    def sampler_kernels(self, vocab_size: int) -> SamplerKernels | None:
+        """Kernels that sample among `vocab_size` tokens; None where NumPy has to (`sampling.numpy_kernels`)."""
         ...
 
 

@@ -198,6 +198,9 @@ class ReferenceOps:
     def to_numpy(self, x: torch.Tensor) -> np.ndarray:
         return np.asarray(x.float().cpu().numpy())
 
+    def sampler_kernels(self, vocab_size: int) -> None:
+        """None: the definition of sampling is NumPy's."""
+
     def _rounded(self, y: torch.Tensor) -> torch.Tensor:
         return y if self._dtype is torch.float32 else y.to(self._dtype)
 
