@@ -45,8 +45,15 @@ class ModelConfig:
         "auto",
         "number format of weights and activations; auto takes the checkpoint's own, float32 for GGUF block types",
     )
-    quantization: Literal["auto", "none"] = option(
-        "auto", "auto: serve the weights as the checkpoint holds them; none: serve a quantized checkpoint dequantized"
+    quantization: Literal["auto", "none", "int8", "int4"] = option(
+        "auto",
+        "auto: serve the weights as the checkpoint holds them; none: serve a quantized checkpoint dequantized; "
+        "int8, int4: round the weights to integers while loading",
+    )
+    act_dtype: Literal["auto", "int8", "bf16"] = option(
+        "auto",
+        "activations that meet integer weights: int8 for each token and group of weights, or as they are in --dtype "
+        "(bf16); auto: int8",
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens (default: the model's own context)", at_least=1
@@ -54,8 +61,21 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None = option(
         None, 'RoPE scaling as JSON, as in config.json: {"rope_type": "yarn", "factor": 4.0}', metavar="JSON"
     )
-    backend: Literal["auto", "reference"] = option("auto", "who computes: see octavo info")
+    backend: Literal["auto", "native", "reference"] = option("auto", "who computes: see octavo info")
+    isa: Literal["auto", "portable", "avx2", "avx512", "amx"] = option(
+        "auto", "instruction set of the native backend's kernels (also: OCTAVO_ISA); all give the same results"
+    )
     threads: int | None = option(None, "threads that compute (default: the cores of the affinity mask)", at_least=1)
+    enforce_eager: bool = option(False, "run operator by operator instead of a recorded plan; the same results, slower")
+    fusion: str = option(
+        "on", "which operators the native backend's plan fuses: on, off, or passes (octavo info --plan lists them)"
+    )
+    repack_cache: bool = option(
+        True, "keep packed weights in the cache folder, so that the next start only maps them"
+    )
+    repack_cache_bytes: int = option(
+        16 * GIB, "disk that packed weights may take; the least recently used go first", metavar=BYTES, at_least=1
+    )
     seed: int | None = option(None, "makes the seeds that requests without one receive reproducible", at_least=None)
 
 
@@ -215,6 +235,7 @@ def _field_name(key: str) -> str:
 # Every environment variable that Octavo reads, and what it is for.
 ENVIRONMENT = {
     "OCTAVO_API_KEY": "the key that clients must send, where --api-key is not given",
+    "OCTAVO_ISA": "the instruction set of the native backend's kernels, where --isa is not given",
     "OCTAVO_CACHE": "the folder for fetched models and derived files (default: octavo in the user's cache folder)",
 }
 
@@ -228,7 +249,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str]]:
     """The options that the environment sets, and a warning for each OCTAVO_ variable that means nothing."""
-    options = {"api_key": (environ["OCTAVO_API_KEY"],)} if environ.get("OCTAVO_API_KEY") else {}
+    options: dict[str, Any] = {}
+    if environ.get("OCTAVO_API_KEY"):
+        options["api_key"] = (environ["OCTAVO_API_KEY"],)
+    if environ.get("OCTAVO_ISA"):
+        options["isa"] = all_options()["isa"].check(environ["OCTAVO_ISA"])
     unknown = [name for name in sorted(environ) if name.startswith("OCTAVO_") and name not in ENVIRONMENT]
     return options, [
         f"environment variable {name} is not known{did_you_mean(name, ENVIRONMENT) or '.'}" for name in unknown
@@ -251,7 +276,9 @@ class ModelFacts:
     context_len: int  # as trained, or as extended by its own RoPE scaling
     stored_dtype: str  # "F32", "BF16" ..., the type of most weights
     has_block_types: bool  # some weights are GGUF blocks
-    num_parameters: int  # a tied head counted as one of its own: backends pack it separately
+    num_parameters: int
+    num_head_parameters: int  # of a tied head, which is not counted above: some backends pack it separately
+    stored_bytes: int  # of all weights in the file
     # (tokens, most of them in one step, block size, bytes a value) -> KV of one request
     kv_request_bytes: Callable[[int, int, int, int], int]
 
@@ -260,6 +287,7 @@ _DTYPE_OF_STORED = {"F32": "float32", "F64": "float32", "BF16": "bfloat16", "F16
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KV_SHARE = 0.4  # of the memory that is left beside the weights
 _CPU_STEP_TOKENS = 512
+_INTEGER_BYTES = {"int8": 1.0, "int4": 0.75}  # a weight, its share of scales and of the wider head included
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -285,16 +313,13 @@ def resolve(
         decide("backend", backend, "the best one available here")
     dtype: Any = model.dtype
     if dtype == "auto":
-        dtype, why = _auto_dtype(facts)
+        dtype, why = _auto_dtype(facts, backend)
         decide("dtype", dtype, why)
     threads = model.threads
     if threads is None:
         threads = machine.num_cores
         decide("threads", threads, "cores in the affinity mask")
-    quantization: Any = model.quantization
-    if quantization == "auto" and facts.has_block_types and backend == "reference":
-        quantization = "none"
-        decide("quantization", quantization, f"the {backend} backend computes with dequantized weights")
+    quantization, act_dtype = _integers(model, facts, backend, decide)
 
     budget = scheduler.max_num_batched_tokens
     if budget is None:
@@ -307,8 +332,7 @@ def resolve(
         decide("max-num-seqs", budget, f"a step of {budget} tokens has one for no more requests")
     chunk = budget if scheduler.enable_chunked_prefill else facts.context_len
     kv_request_bytes = partial(_kv_request_bytes, facts, chunk, cache.block_size, dtype)
-    # The reference backend holds every weight in float32, whatever it computes in.
-    weight_bytes = facts.num_parameters * (4 if backend == "reference" else dtype_bytes(dtype))
+    weight_bytes = _weight_bytes(facts, backend, dtype, quantization)
     free_bytes = machine.memory_available_bytes - weight_bytes
     max_model_len = model.max_model_len
     context_len = facts.context_len
@@ -357,6 +381,7 @@ def resolve(
             dtype=dtype,
             threads=threads,
             quantization=quantization,
+            act_dtype=act_dtype,
             max_model_len=max_model_len,
             served_model_name=names,
         ),
@@ -366,11 +391,46 @@ def resolve(
     return resolved, decisions
 
 
-def _auto_dtype(facts: ModelFacts) -> tuple[str, str]:
+def _auto_dtype(facts: ModelFacts, backend: str) -> tuple[str, str]:
+    if facts.has_block_types and backend == "native":
+        return "bfloat16", "for activations and the KV cache of quantized weights"
     if facts.has_block_types:
         return "float32", "what the checkpoint's quantized blocks stand for"
     dtype = _DTYPE_OF_STORED.get(facts.stored_dtype, "float32")
     return dtype, f"the checkpoint stores {facts.stored_dtype}"
+
+
+def _integers(
+    model: ModelConfig, facts: ModelFacts, backend: str, decide: Callable[[str, object, str], None]
+) -> tuple[Any, Any]:
+    """Which weights are integers, and what the activations are that meet them."""
+    quantization: Any = model.quantization
+    if backend == "reference":
+        if quantization not in ("auto", "none") or model.act_dtype == "int8":
+            flag = "--act-dtype int8" if model.act_dtype == "int8" else f"--quantization {quantization}"
+            raise ConfigError(f"{flag} needs the native backend; the reference backend computes with dequantized weights.")
+        if quantization == "auto" and facts.has_block_types:
+            quantization = "none"
+            decide("quantization", quantization, "the reference backend computes with dequantized weights")
+        return quantization, "bf16"
+    has_integers = quantization in _INTEGER_BYTES or (quantization == "auto" and facts.has_block_types)
+    if model.act_dtype != "auto":
+        return quantization, model.act_dtype
+    if not has_integers:
+        return quantization, "bf16"
+    decide("act-dtype", "int8", "activations are rounded to int8 where they meet integer weights; --act-dtype bf16 does not")
+    return quantization, "int8"
+
+
+def _weight_bytes(facts: ModelFacts, backend: str, dtype: str, quantization: str) -> int:
+    """About what the weights take in memory."""
+    if backend == "reference":  # every weight in float32, whatever it computes in
+        return 4 * (facts.num_parameters + facts.num_head_parameters)
+    if quantization in _INTEGER_BYTES:
+        return int(_INTEGER_BYTES[quantization] * facts.num_parameters)
+    if quantization == "auto" and facts.has_block_types:
+        return int(1.25 * facts.stored_bytes)
+    return dtype_bytes(dtype) * facts.num_parameters
 
 
 def _kv_request_bytes(facts: ModelFacts, chunk: int, block_size: int, dtype: str, num_tokens: int) -> int:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from octavo.backends.registry import available_backends, create_ops
+from octavo.backends.registry import NativeOptions, available_backends, create_ops
 from octavo.config import Config, ModelFacts, cache_dir, dtype_bytes, resolve
 from octavo.engine.core import EngineCore
 from octavo.engine.events import EngineInfo
@@ -64,7 +64,21 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
     kv_memory, threads = config.cache.kv_cache_memory_bytes, config.model.threads
     assert dtype != "auto" and max_model_len and kv_memory and threads, "resolve() decides these"
 
-    ops = create_ops(model.backend, dtype=dtype, num_threads=threads)
+    ops = create_ops(
+        model.backend,
+        dtype=dtype,
+        num_threads=threads,
+        native=NativeOptions(
+            isa=model.isa,
+            quantization=model.quantization,
+            quantizes_activations=model.act_dtype == "int8",
+            enforce_eager=model.enforce_eager,
+            fusion=model.fusion,
+            repack_cache=cache_dir() / "packed" if model.repack_cache else None,
+            repack_cache_bytes=model.repack_cache_bytes,
+            identity=checkpoint.fingerprint,
+        ),
+    )
     cache_spec = make_cache_spec(layers, block_size=config.cache.block_size, dtype_bytes=dtype_bytes(dtype))
     decoder = Decoder(
         spec,
@@ -98,7 +112,7 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
     runner = ModelRunner(
         decoder,
         cache,
-        Sampler(vocab_size, config.server.logprobs_mode),
+        Sampler(vocab_size, config.server.logprobs_mode, ops.sampler_kernels(vocab_size)),
         RequestTable(vocab_size=vocab_size, eos_token_ids=eos_token_ids),
     )
     core = EngineCore(scheduler, runner.execute, max_model_len=max_model_len, seed=model.seed)
@@ -132,8 +146,9 @@ def _facts(checkpoint: Checkpoint, spec: DecoderSpec, layers: list[LayerKv]) -> 
         context_len=spec.max_context,
         stored_dtype=checkpoint.dtype_name,
         has_block_types=checkpoint.has_block_types,
-        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
-        + spec.tied_head * math.prod(spec.head.shape),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        num_head_parameters=spec.tied_head * math.prod(spec.head.shape),
+        stored_bytes=checkpoint.size_bytes,
         kv_request_bytes=kv_request_bytes,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
@@ -33,6 +34,7 @@ from octavo.backends.native.graph import (
     views,
 )
 from octavo.backends.native.lowering import Lowering
+from octavo.backends.native.sampler import NativeSampler
 from octavo.backends.native.weights import PackedWeight, WeightStore
 from octavo.backends.ops import (
     Activation,
@@ -141,10 +143,13 @@ class NativeOps:
         dtype: DType,
         num_threads: int,
         isa: str = "auto",
+        quantization: Literal["auto", "none", "int8", "int4"] = "auto",
         quantizes_activations: bool = False,
         enforce_eager: bool = False,
         fusion: Sequence[str] = tuple(PASSES),
-        weights: WeightStore | None = None,
+        repack_cache: Path | None = None,
+        repack_cache_bytes: int = 16 << 30,
+        identity: bytes | None = None,
     ) -> None:
         self.dtype: DType = dtype
         self._isa = isa
@@ -152,7 +157,14 @@ class NativeOps:
         self._quantizes_activations = quantizes_activations
         self._enforce_eager = enforce_eager
         self._fusion = tuple(fusion)
-        self._weights = WeightStore(dtype=dtype, team=self._team) if weights is None else weights
+        self._weights = WeightStore(
+            dtype=dtype,
+            quantization=quantization,
+            team=self._team,
+            cache=repack_cache,
+            cache_bytes=repack_cache_bytes,
+            identity=identity,
+        )
         self._recording: list[Node] | None = None
 
     # -- weights ---------------------------------------------------------------------------------------
@@ -182,6 +194,7 @@ class NativeOps:
         forward: Callable[[ForwardBatch, KvCache], View],
         logits: Callable[[View, NDArray[np.int32]], View],
     ) -> Program | EagerProgram:
+        self._weights.finish()
         if self._enforce_eager:
             return EagerProgram(forward, logits, self.to_numpy)
         # Operators only pass the step's arrays on: while recording, nobody looks into them.
@@ -318,6 +331,9 @@ class NativeOps:
     def to_numpy(self, x: View) -> NDArray[np.float32]:
         values = _values(x)
         return values if x.heads is None else values.reshape(len(values), x.heads, -1)
+
+    def sampler_kernels(self, vocab_size: int) -> NativeSampler:
+        return NativeSampler(self._team, vocab_size, isa=self._isa)
 
 
 _NO_INDICES = np.empty(0, np.int32)
