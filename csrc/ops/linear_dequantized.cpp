@@ -23,15 +23,13 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 // The integers of row `k0 + j` of a panel, for j from 0 to 7; `packed` is its row k0, a multiple of 8.
 template <int j>
 inline I32 weights_at(const PackedMatrix& w, const uint8_t* packed) {
-    int32_t words[kLanes];
+    const auto* words = reinterpret_cast<const int32_t*>(packed);
     if (w.format == WeightFormat::int4) {
-        memcpy(words, packed, sizeof words);
         return (shift_right<8 * (j % 4) + 4 * (j / 4)>(load(words)) & broadcast(int32_t{15})) + broadcast(middle(w));
     }
-    memcpy(words, packed + j / 4 * 64, sizeof words);
     // 128 more, so that the byte is unsigned.
-    const I32 more = (shift_right<8 * (j % 4)>(load(words)) + broadcast(int32_t{128})) & broadcast(int32_t{255});
-    return more + broadcast(int32_t{-128});
+    const I32 more = shift_right<8 * (j % 4)>(load(words + j / 4 * kLanes)) + broadcast(int32_t{128});
+    return (more & broadcast(int32_t{255})) + broadcast(int32_t{-128});
 }
 
 struct Group {
@@ -68,7 +66,7 @@ inline void dequantize_panel(const PackedMatrix& w, int64_t panel, int64_t first
 }
 
 template <int rows>
-inline void multiply_block(const float* weights, const float* x, int64_t stride, int64_t depth, float* acc) {
+[[gnu::noinline]] void multiply_block(const float* weights, const float* x, int64_t stride, int64_t depth, float* acc) {
     F32 sum[rows];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) sum[r] = load(acc + r * kPanel);

@@ -91,6 +91,9 @@ static void multiply_many_chunk(const LinearArgs& args, const Chunk& chunk, Many
         }
         for (int64_t p = 0; p < num_panels; ++p) {
             const uint8_t* packed = data + (panel + p) * panel_bytes + packed_bytes(format, k);
+            // The panel after this one, or the first at the next depth.
+            const uint8_t* next = p + 1 < num_panels ? packed + panel_bytes
+                                                     : data + panel * panel_bytes + packed_bytes(format, k + depth);
             widen_weights<format>(packed, depth, scratch.weights);
             for (int64_t g = 0; g < depth_groups; ++g) {
                 const int64_t index = (panel + p) * num_groups + first_group + g;
@@ -100,9 +103,7 @@ static void multiply_many_chunk(const LinearArgs& args, const Chunk& chunk, Many
             for (int64_t b = 0; b < num_blocks; ++b) {
                 const int64_t r = chunk_start(num_rows, num_blocks, b);
                 const int64_t count = chunk_start(num_rows, num_blocks, b + 1) - r;
-                if (p + 1 < num_panels) {
-                    prefetch_share(packed + panel_bytes, packed_bytes(format, depth), b, num_blocks);
-                }
+                prefetch_share(next, packed_bytes(format, depth), b, num_blocks);
                 float* acc = scratch.acc + (p * num_rows + r) * kPanel;
                 with_count<kBlockRows>(count, [&]<int rows>() {
                     if (is_whole) {
