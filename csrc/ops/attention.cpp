@@ -42,8 +42,8 @@ struct Softmax {
     float scale, softcap;
     bool to_bf16;  // round the weights
 
-    // Scores of tokens `seen` become weights, those of the others in `stored` (which ends at whole vectors) zero.
-    // Gives the largest score and the sum of the weights.
+    // Scores of tokens `seen` become weights, those of the others in `stored` (whole vectors) zero. Gives the largest
+    // score and the sum of the weights.
     void row(float* scores, Range seen, Range stored, float* largest, float* sum) const {
         const F32 lowest = broadcast(-__builtin_inff()), zero = broadcast(0.0f);
         if (softcap != 0.0f) {
@@ -70,8 +70,9 @@ struct Softmax {
             if (t < seen.first || t + kLane > seen.end) {
                 weight = only_lanes({seen.first - t, seen.end - t}, weight, zero);
             }
+            if (to_bf16) weight = round_to_bf16(weight);
             total = total + weight;
-            store(scores + t, to_bf16 ? round_to_bf16(weight) : weight);
+            store(scores + t, weight);
         }
         *sum = reduce_add(total);
     }

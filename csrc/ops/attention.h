@@ -9,11 +9,12 @@
 //   score   f32, f16 cache: acc = 0; for d ascending: acc = fma(q[d], k[d], acc). bf16 cache: q is rounded to bfloat16,
 //           d in blocks of 32 (the last may be shorter), pairs as in linear.h. Then times scale; soft cap:
 //           cap * tanh(score / cap).
-//   weight  exp(score - largest score of the partition), in float32
-//   value   f32, f16 cache: for tokens of the partition ascending: acc = fma(weight, v[d], acc). bf16 cache: weights are
-//           rounded to bfloat16 first, tokens in blocks of 32 that start at multiples of 32, pairs as in linear.h.
-//           Tokens that the query does not see take no part, whatever their slots hold; at the end + 0 (no -0 is left).
-//   sum     of the unrounded weights: sixteen lanes, lane i takes positions = i mod 16 in rising order; reduce_add.
+//   weight  exp(score - largest score of the partition), in float32; bf16 cache: rounded to bfloat16
+//   value   f32, f16 cache: for tokens of the partition ascending: acc = fma(weight, v[d], acc). bf16 cache: tokens in
+//           blocks of 32 that start at multiples of 32, pairs as in linear.h. Tokens that the query does not see take
+//           no part, whatever their slots hold. At the end + 0, so that no -0 is left.
+//   sum     of the weights as they meet the values (so that they sum to one): sixteen lanes, lane i takes positions
+//           = i mod 16 in rising order; reduce_add.
 //   combine (largest M, total, out) starts with the first partition's; for each next one, m, sum, values:
 //             N = max(M, m), a = exp(M - N), b = exp(m - N), total = fma(total, a, sum * b),
 //             out = fma(out, a, values * b), M = N. A sink s comes last: N = max(M, s), total = fma(total, exp(M - N),
