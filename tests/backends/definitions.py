@@ -20,13 +20,15 @@ def rounded(x: np.ndarray, dtype: DType) -> np.ndarray:
     return x.astype(np.float32).astype(NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
-def assert_close(got: np.ndarray, expected: np.ndarray, dtype: DType, *, terms: int = 1) -> None:
-    """Equal up to float32 sums of `terms` values of the result's magnitude and one rounding to `dtype`."""
+def assert_close(
+    got: np.ndarray, expected: np.ndarray, dtype: DType, *, terms: int = 1, slack: float | np.ndarray = 0.0
+) -> None:
+    """Equal up to float32 sums of `terms` values of the result's magnitude, one rounding to `dtype`, and `slack`."""
     assert got.shape == expected.shape
     magnitude = np.abs(expected).max(initial=1e-30)
     sums = 8 * math.sqrt(terms) * EPS["float32"] * magnitude
     error = np.abs(got.astype(np.float64) - expected)
-    bound = sums + 1.01 * EPS[dtype] * (np.abs(expected) + sums) + 2.0**-25
+    bound = sums + 1.01 * EPS[dtype] * (np.abs(expected) + sums) + 2.0**-25 + slack
     worst = int(np.argmax(error - bound)) if error.size else 0
     assert (error <= bound).all(), (error.ravel()[worst], bound.ravel()[worst], expected.ravel()[worst])
 

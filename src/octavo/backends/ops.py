@@ -210,7 +210,7 @@ class Ops(Protocol):
 
         The token at position p sees keys at positions j <= p and, with a window, j > p - window. Query head
         h reads KV head h // (H // K). `sinks` [H] are learned logits that join the softmax's denominator
-        only. Softmax in float32. Block table `group` of the batch is used. Returns [T, H * D].
+        only. Softmax in float32; its weights may be rounded to `dtype` before they meet the values. Block table `group` of the batch is used. Returns [T, H * D].
 
         What no token of the step sees is never used, NaN included: -1 entries, slots that nobody wrote yet.
         """
