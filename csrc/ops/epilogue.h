@@ -82,6 +82,57 @@ static inline void finish_gated(const LinearArgs& args, int64_t pair, int64_t ro
     store_output(args, row, column, width, rounded(activate(gate, e.activation) * up, e.rounding));
 }
 
+// Nothing but rounding and the residual; all columns of the panels exist.
+template <Rounding kRounding>
+static inline void finish_plain(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t column, int64_t num_panels,
+                                const float* sums, int64_t sum_rows) {
+    const Epilogue& e = args.epilogue;
+    for (int64_t row = 0; row < rows; ++row) {
+        float* y = args.y + (first_row + row) * args.y_stride + column;
+        const float* sum = sums + row * kPanel;
+        if (e.residual == nullptr) {
+            for (int64_t p = 0; p < num_panels; ++p) store(y + p * kPanel, rounded(load(sum + p * sum_rows * kPanel), kRounding));
+            continue;
+        }
+        const float* residual = e.residual + (first_row + row) * e.residual_stride + column;
+        for (int64_t p = 0; p < num_panels; ++p) {
+            const F32 v = rounded(load(sum + p * sum_rows * kPanel), kRounding);
+            const F32 total = fma(broadcast(e.residual_scale), v, load(residual + p * kPanel));
+            store(y + p * kPanel, rounded(total, kRounding));
+        }
+    }
+}
+
+// A block of accumulators [panel][sum_rows][16], of which the first `rows` rows count. Gated: whole pairs of panels.
+static inline void finish_rows(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t first_panel,
+                               int64_t num_panels, const float* sums, int64_t sum_rows) {
+    const Epilogue& e = args.epilogue;
+    const auto acc = [&](int64_t panel, int64_t row) { return load(sums + (panel * sum_rows + row) * kPanel); };
+    if (e.gated) {
+        for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t panel = 0; panel < num_panels; panel += 2) {
+                finish_gated(args, (first_panel + panel) / 2, first_row + row, acc(panel, row), acc(panel + 1, row));
+            }
+        }
+        return;
+    }
+    const bool is_plain = e.bias == nullptr && e.scale == 1.0f && e.softcap == 0.0f && e.activation == Activation::none &&
+                          args.y != nullptr && args.best == nullptr && !args.weight->gated;
+    if (is_plain && (first_panel + num_panels) * kPanel <= args.weight->n) {
+        const int64_t column = first_panel * kPanel;
+        switch (e.rounding) {
+            case Rounding::bf16:
+                return finish_plain<Rounding::bf16>(args, first_row, rows, column, num_panels, sums, sum_rows);
+            case Rounding::f16:
+                return finish_plain<Rounding::f16>(args, first_row, rows, column, num_panels, sums, sum_rows);
+            default: return finish_plain<Rounding::f32>(args, first_row, rows, column, num_panels, sums, sum_rows);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t panel = 0; panel < num_panels; ++panel) finish(args, first_panel + panel, first_row + row, acc(panel, row));
+    }
+}
+
 constexpr int64_t kBestRows = 8;  // share the cache lines of a panel
 
 // `best` of at most kBestRows rows from `best_scratch`, in the order of the columns.

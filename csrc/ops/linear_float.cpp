@@ -27,8 +27,7 @@ constexpr int kMaxRows = 6;
 // One block of k for a few rows and up to kGroup panels: adds to `sums` [panel][sum_rows][16]. `ahead` is where the
 // first panel's block is that comes to memory's turn.
 struct Block {
-    const float* x;  // [row][x_stride]
-    int64_t x_stride;
+    const float* x;  // [row][kDepth]
     const uint8_t* weights;
     const uint8_t* ahead;
     int64_t panel_bytes;
@@ -76,9 +75,6 @@ struct Sequential {
 #pragma GCC unroll 4
             for (int p = 0; p < kPanels; ++p) sum[r][p] = load(sums + (p * block.sum_rows + r) * kPanel);
         }
-        const float* x_row[kRows];
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) x_row[r] = block.x + r * block.x_stride;
         for (int k = 0; k < kDepth; ++k) {
             F32 weight[kPanels];
 #pragma GCC unroll 4
@@ -88,7 +84,7 @@ struct Sequential {
             }
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
-                const F32 x = broadcast(x_row[r][k]);
+                const F32 x = broadcast(block.x[r * kDepth + k]);
 #pragma GCC unroll 4
                 for (int p = 0; p < kPanels; ++p) sum[r][p] = fma(x, weight[p], sum[r][p]);
             }
@@ -130,8 +126,8 @@ struct EvenOdd {
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) {
-                    const F32 x_even = broadcast(block.x[r * block.x_stride + 2 * i]);
-                    const F32 x_odd = broadcast(block.x[r * block.x_stride + 2 * i + 1]);
+                    const F32 x_even = broadcast(block.x[r * kDepth + 2 * i]);
+                    const F32 x_odd = broadcast(block.x[r * kDepth + 2 * i + 1]);
 #pragma GCC unroll 4
                     for (int p = 0; p < kPanels; ++p) {
                         evens[r][p] = fma(x_even, even(pairs[p]), evens[r][p]);
@@ -167,9 +163,6 @@ struct EvenOdd {
     template <int kRows, int kPanels, bool kAhead, bool kOdd>
     static inline void chain(const Block& block, const uint8_t* weights, const uint8_t* ahead,
                              F32 (&sum)[kRows][kPanels]) {
-        const float* x_row[kRows];
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) x_row[r] = block.x + r * block.x_stride + kOdd;
         for (int i = 0; i < kDepth / 2; ++i) {
             F32 weight[kPanels];
 #pragma GCC unroll 4
@@ -180,7 +173,7 @@ struct EvenOdd {
             }
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
-                const F32 x = broadcast(x_row[r][2 * i]);
+                const F32 x = broadcast(block.x[r * kDepth + 2 * i + kOdd]);
 #pragma GCC unroll 4
                 for (int p = 0; p < kPanels; ++p) sum[r][p] = fma(x, weight[p], sum[r][p]);
             }
@@ -209,26 +202,6 @@ AddBlock add_block_of(int64_t rows) {
     }
 }
 
-// `rows` rows and `num_panels` panels of finished sums [panel][sum_rows][16].
-void finish_rows(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t first_panel, int64_t num_panels,
-                 const float* sums, int64_t sum_rows) {
-    if (args.epilogue.gated) {
-        for (int64_t row = 0; row < rows; ++row) {
-            for (int64_t panel = 0; panel < num_panels; panel += 2) {
-                const F32 gate = load(sums + (panel * sum_rows + row) * kPanel);
-                const F32 up = load(sums + ((panel + 1) * sum_rows + row) * kPanel);
-                finish_gated(args, (first_panel + panel) / 2, first_row + row, gate, up);
-            }
-        }
-        return;
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t panel = 0; panel < num_panels; ++panel) {
-            finish(args, first_panel + panel, first_row + row, load(sums + (panel * sum_rows + row) * kPanel));
-        }
-    }
-}
-
 // How rows and panels are cut into chunks. Columns are the slower index: chunks that run at the same time share weights.
 struct Cut {
     int64_t rows, row_blocks, panels, panel_blocks;
@@ -247,7 +220,7 @@ struct Cut {
 };
 
 constexpr int64_t kTilesAhead = 3;
-constexpr int64_t kRowBlock = 72;  // at most
+constexpr int64_t kRowBlock = 48;  // at most
 constexpr int64_t kSumsBytes = int64_t{384} << 10;  // of the scratch memory; x has the rest
 constexpr int64_t kXBytes = static_cast<int64_t>(Team::kScratchBytes) - kSumsBytes;
 
@@ -262,16 +235,17 @@ Cut cut_evenly(const LinearArgs& args, const Team& team) {
     return {args.rows, row_blocks, panels, panel_blocks};
 }
 
-// x[row][k .. k + depth) of a block of rows, zero where k ends. The odd number of cache lines from row to row keeps
-// the rows of a tile out of each other's way in the caches.
-void copy_x(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t k, int64_t depth, float* target,
-            int64_t stride) {
-    const int64_t left = args.weight->k - k;
-    const int64_t count = left < depth ? left : depth;
+// Blocks [start, end) of k of a block of rows: [block][row][kDepth], zero beyond the end of k.
+void copy_x(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t start, int64_t end, float* target) {
     for (int64_t row = 0; row < rows; ++row) {
-        memcpy(target + row * stride, args.x + (first_row + row) * args.x_stride + k,
-               static_cast<size_t>(count) * sizeof(float));
-        if (count < depth) memset(target + row * stride + count, 0, static_cast<size_t>(depth - count) * sizeof(float));
+        const float* x = args.x + (first_row + row) * args.x_stride;
+        float* place = target + row * kDepth;
+        for (int64_t block = start; block < end; ++block, place += rows * kDepth) {
+            const int64_t left = args.weight->k - block * kDepth;
+            const size_t count = static_cast<size_t>(left < kDepth ? left : kDepth);
+            store(place, load_first(x + block * kDepth, count));
+            store(place + kPanel, count > kPanel ? load_first(x + block * kDepth + kPanel, count - kPanel) : broadcast(0.0f));
+        }
     }
 }
 
@@ -286,46 +260,45 @@ void multiply(const LinearArgs& args, Team& team) {
     Cut cut = cut_evenly(args, team);
     // A very long k is taken in slices, and the sums of all the chunk's panels wait in memory between them.
     const int64_t most_rows = ceil_div(args.rows, cut.row_blocks);
-    const int64_t slices = ceil_div(most_rows * (matrix.padded_k + kPanel) * 4, kXBytes);
+    const int64_t slices = ceil_div(most_rows * matrix.padded_k * 4, kXBytes);
     if (slices > 1) {
         const int64_t most_panels = kSumsBytes / (most_rows * kPanel * 4) / kGroup * kGroup;
         const int64_t needed = ceil_div(cut.panels, most_panels - kGroup);
         if (cut.panel_blocks < needed) cut.panel_blocks = needed;
     }
-    const int64_t x_stride = ceil_div(depth_blocks, slices) * kDepth + kPanel;
 
     team.each(cut.chunks(), [&](int64_t chunk, int thread) {
         const int64_t first_row = cut.row(chunk), rows = cut.row_end(chunk) - first_row;
         const int64_t first_panel = cut.first_panel(chunk), panel_end = cut.panel_end(chunk);
         float* all_sums = reinterpret_cast<float*>(team.scratch(thread));
         float* x = reinterpret_cast<float*>(team.scratch(thread) + kSumsBytes);
-        const int64_t tiles = ceil_div(rows, kMaxRows);
-        const AddBlock add_more = add_block_of<Order, false>(ceil_div(rows, tiles));
-        const AddBlock add_fewer = add_block_of<Order, false>(rows / tiles);
-        // The first tile brings in what comes next, unless there are so many rows that memory has the time.
-        const AddBlock add_first = tiles <= kTilesAhead ? add_block_of<Order, true>(rows / tiles) : add_fewer;
+        const int64_t tiles = ceil_div(rows, kMaxRows), tile_rows = rows / tiles, larger_tiles = rows % tiles;
+        const AddBlock add = add_block_of<Order, false>(tile_rows);
+        const AddBlock add_larger = larger_tiles > 0 ? add_block_of<Order, false>(tile_rows + 1) : add;
+        // The last tile brings in what comes next, unless there are so many rows that memory has the time.
+        const AddBlock add_last = tiles <= kTilesAhead ? add_block_of<Order, true>(tile_rows) : add;
 
         for (int64_t slice = 0; slice < slices; ++slice) {
             const int64_t start = chunk_start(depth_blocks, slices, slice);
             const int64_t end = chunk_start(depth_blocks, slices, slice + 1);
-            copy_x(args, first_row, rows, start * kDepth, (end - start) * kDepth, x, x_stride);
+            copy_x(args, first_row, rows, start, end, x);
             for (int64_t panel = first_panel; panel < panel_end; panel += kGroup) {
                 const int64_t panels = panel_end - panel < kGroup ? panel_end - panel : kGroup;
                 float* sums = slices == 1 ? all_sums : all_sums + (panel - first_panel) * rows * kPanel;
                 if (slice == 0) memset(sums, 0, static_cast<size_t>(panels * rows * kPanel) * sizeof(float));
                 const uint8_t* weights = static_cast<const uint8_t*>(matrix.data) + panel * panel_bytes;
                 for (int64_t k = start; k < end; ++k) {
-                    Block block{x + (k - start) * kDepth, x_stride, weights + k * block_bytes, nullptr, panel_bytes,
-                                panels, sums, rows};
+                    Block block{nullptr, weights + k * block_bytes, nullptr, panel_bytes, panels, nullptr, rows};
                     const int64_t next = k + blocks_ahead;
                     block.ahead = next < end ? weights + next * block_bytes
                                              : weights + kGroup * panel_bytes + (start + next - end) * block_bytes;
+                    block.x = x + (k - start) * rows * kDepth;
+                    block.sums = sums;
                     for (int64_t tile = 0; tile < tiles; ++tile) {
-                        const int64_t row = chunk_start(rows, tiles, tile);
-                        const int64_t count = chunk_start(rows, tiles, tile + 1) - row;
-                        block.x = x + row * x_stride + (k - start) * kDepth;
-                        block.sums = sums + row * kPanel;
-                        (tile == 0 ? add_first : count * tiles < rows ? add_fewer : add_more)(block);
+                        (tile < larger_tiles ? add_larger : tile < tiles - 1 ? add : add_last)(block);
+                        const int64_t count = tile < larger_tiles ? tile_rows + 1 : tile_rows;
+                        block.x += count * kDepth;
+                        block.sums += count * kPanel;
                     }
                 }
                 if (slice == slices - 1) finish_rows(args, first_row, rows, panel, panels, sums, rows);
