@@ -22,28 +22,15 @@ static inline void store_output(const LinearArgs& args, int64_t row, int64_t col
     store_first(args.y + row * args.y_stride + column, v, width);
 }
 
-static inline bool is_better(float value, float best) { return value > best || (best != best && value == value); }
-
-// Of the first `width` lanes, which start at `column`.
+// Of the first `width` lanes, which start at `column`; a value of minus infinity where none is a number above it.
 static inline LinearArgs::Best best_of(F32 v, int64_t column, size_t width) {
     static const float lanes_left[kLanes] = {15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-    LinearArgs::Best best{0.0f, static_cast<int32_t>(column)};
     const F32 lowest = broadcast(-__builtin_inff());
     const F32 numbers = select(is_nan(v), lowest, v);
-    best.value = reduce_max(width < kLanes ? select(first_lanes(width), numbers, lowest) : numbers);
-    if (best.value > -__builtin_inff()) {
-        const F32 left = select(less(numbers, broadcast(best.value)), broadcast(-1.0f), load(lanes_left));
-        // A lane beyond the width may hold the value too, but never comes first.
-        best.column += 15 - static_cast<int32_t>(reduce_max(left));
-        return best;
-    }
-    float values[kLanes];
-    store(values, v);
-    best.value = values[0];
-    for (size_t i = 1; i < width; ++i) {
-        if (is_better(values[i], best.value)) best = {values[i], static_cast<int32_t>(column + static_cast<int64_t>(i))};
-    }
-    return best;
+    const float largest = reduce_max(width < kLanes ? select(first_lanes(width), numbers, lowest) : numbers);
+    // A lane beyond the width may hold the value too, but never comes first.
+    const F32 left = select(less(numbers, broadcast(largest)), broadcast(-1.0f), load(lanes_left));
+    return {largest, static_cast<int32_t>(column) + 15 - static_cast<int32_t>(reduce_max(left))};
 }
 
 // The accumulators of panel `panel` of a matrix that is not gated, or is but whose gate is applied elsewhere.
@@ -135,15 +122,16 @@ static inline void finish_rows(const LinearArgs& args, int64_t first_row, int64_
 
 constexpr int64_t kBestRows = 8;  // share the cache lines of a panel
 
-// `best` of at most kBestRows rows from `best_scratch`, in the order of the columns.
+// `best` of at most kBestRows rows from `best_scratch`, in the order of the columns; -1 where no value is a number above
+// minus infinity.
 static inline void choose_best_of(const LinearArgs& args, int64_t first) {
     const int64_t left = args.rows - first, rows = left < kBestRows ? left : kBestRows;
     LinearArgs::Best best[kBestRows];
-    memcpy(best, args.best_scratch + first, static_cast<size_t>(rows) * sizeof *best);
-    for (int64_t panel = 1; panel < args.weight->num_panels; ++panel) {
+    for (LinearArgs::Best& each : best) each = {-__builtin_inff(), -1};
+    for (int64_t panel = 0; panel < args.weight->num_panels; ++panel) {
         const LinearArgs::Best* next = args.best_scratch + panel * args.rows + first;
         for (int64_t row = 0; row < rows; ++row) {
-            if (is_better(next[row].value, best[row].value)) best[row] = next[row];
+            if (next[row].value > best[row].value) best[row] = next[row];
         }
     }
     for (int64_t row = 0; row < rows; ++row) args.best[first + row] = best[row].column;
