@@ -83,7 +83,7 @@ class PagedRunner:
             self._make_room(sequence, count)
         batch = self._batch(step)
         hidden = self.decoder.forward(batch, self.cache)
-        logits = iter(self.decoder.logits(hidden, batch.logits_rows))
+        logits = iter(self.decoder.logits(hidden, batch.logits_rows).copy())
         for sequence, count in step:
             sequence.num_computed += count
             if sequence.num_computed == len(sequence.token_ids):

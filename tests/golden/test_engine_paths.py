@@ -81,6 +81,11 @@ PATHS = {
     "n > 1": Path(with_choices, {"max_num_batched_tokens": 24}),
     "preempted": Path(with_preemption, {"block_size": 1, "max_num_batched_tokens": 24}, is_short_of_memory=True),
     "static": Path(all_together, {"batching": "static"}),
+    "eager": Path(all_together, {"enforce_eager": True, "max_num_batched_tokens": 32}),
+    "unfused": Path(all_together, {"fusion": "off"}),
+    "portable kernels": Path(all_together, {"isa": "portable"}),
+    "two threads": Path(all_together, {"threads": 2}),
+    "reference": Path(all_together, {"backend": "reference", "max_num_batched_tokens": 32}),
 }
 
 
