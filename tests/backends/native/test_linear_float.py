@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.native.emulator import Emulator, Unavailable, core
 
 from octavo import _native
 from octavo.backends.ops import DType
