@@ -12,7 +12,7 @@ constexpr int64_t kChunksPerThread = 8;
 constexpr int64_t kMinTaskRows = 12;
 // Work that a token costs beside that of its rows: reading its key and value.
 constexpr int64_t kReadCost = 4;
-// Partial results of several requests may take this much; one request's always have room.
+// Partial results may take this much, or what one request of up to eight tokens needs where that is more.
 constexpr int64_t kPartialBytes = 2 << 20;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -29,7 +29,7 @@ struct WorkspaceLayout {
         max_chunks = 2 * kChunksPerThread * num_threads + 2;
         partial_floats = round_up(head_dim, kTokenTile) + 2;
         const int64_t row_floats = divide_up(context, kPartition) * num_heads * partial_floats;
-        const int64_t one_request = row_floats * std::min<int64_t>(tokens, 4);
+        const int64_t one_request = row_floats * std::min<int64_t>(tokens, 8);
         max_partial_floats = std::max<int64_t>(one_request, kPartialBytes / 4);
         if (num_threads == 1) max_partial_floats = 0;
         const int64_t tasks_bytes = round_up(max_tasks * static_cast<int64_t>(sizeof(AttentionTask)), 64);
