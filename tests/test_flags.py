@@ -11,7 +11,8 @@ from octavo.config import ENVIRONMENT, all_options
 
 MODEL = """
     --model --served-model-name --revision --tokenizer --chat-template --generation-config --dtype --quantization
-    --max-model-len --rope-scaling --backend --threads --seed
+    --act-dtype --max-model-len --rope-scaling --backend --isa --threads --enforce-eager --no-enforce-eager --fusion
+    --repack-cache --no-repack-cache --repack-cache-bytes --seed
 """.split()
 CACHE = "--block-size --kv-cache-memory-bytes --enable-prefix-caching --no-enable-prefix-caching".split()
 SCHEDULER = """
@@ -99,7 +100,7 @@ def test_the_flags_are_these(command: str) -> None:
 
 
 def test_the_environment_variables_are_these() -> None:
-    assert list(ENVIRONMENT) == ["OCTAVO_API_KEY", "OCTAVO_CACHE"]
+    assert list(ENVIRONMENT) == ["OCTAVO_API_KEY", "OCTAVO_ISA", "OCTAVO_CACHE"]
 
 
 # Flags that vLLM has too, with the same meaning and the same kind of value.

@@ -91,3 +91,98 @@ class Sampler:
         statuses: NDArray[np.uint8],
         described: tuple[NDArray[np.generic], ...] | None,
     ) -> None: ...
+
+class KvArena:
+    """The paged keys and values of all layers (csrc/ops/attention.h)."""
+
+    def __init__(
+        self, *, dtype: str, num_blocks: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+_View = tuple[int, int, int]  # slot, offset, width
+_Vector = NDArray[np.float32]
+_Indices = NDArray[np.int32]
+
+class Plan:
+    """A recorded forward pass (csrc/plan/plan.h). Nodes are appended in the order in which they run."""
+
+    def __init__(self, isa: str, team: Team, dtype: str) -> None: ...
+    def slot(self, width: int, extent: str) -> int: ...
+    def keep(self, slot: int) -> None: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def arena_bytes(self) -> int: ...
+    def embedding(self, *, table: list[PackedMatrix], scale: float, y: _View) -> None: ...
+    def norm(
+        self,
+        *,
+        is_layer_norm: bool,
+        x: _View,
+        heads: int,
+        weight: _Vector,
+        bias: _Vector | None,
+        eps: float,
+        offset: float,
+        addend: _View | None,
+        addend_scale: float,
+        sum: _View | None,
+        y: _View,
+    ) -> None: ...
+    def quantize(self, *, x: _View, padded_k: int, group: int, y: _View) -> None: ...
+    def linear(
+        self,
+        *,
+        x: _View,
+        weight: PackedMatrix,
+        is_quantized: bool,
+        is_logits: bool,
+        bias: _Vector | None,
+        scale: float,
+        softcap: float,
+        activation: str,
+        gated: bool,
+        residual: _View | None,
+        residual_scale: float,
+        y: _View,
+    ) -> None: ...
+    def activation(self, *, x: _View, kind: str, gated: bool, y: _View) -> None: ...
+    def add(self, *, x: _View, addend: _View, scale: float, y: _View) -> None: ...
+    def angles(self, *, inv_freq: list[_Vector], attention_factor: list[float], y: _View) -> None: ...
+    def rope(self, *, x: _View, angles: _View, head_dim: int, rotary_dim: int, y: _View) -> None: ...
+    def attend(
+        self,
+        *,
+        q: _View,
+        k: _View,
+        v: _View,
+        group: int,
+        layer: int,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: _Vector | None,
+        y: _View,
+    ) -> None: ...
+    def pick_rows(self, *, x: _View, y: _View) -> None: ...
+    def set_step(
+        self,
+        token_ids: _Indices,
+        positions: _Indices,
+        rope_variants: _Indices,
+        query_starts: _Indices,
+        context_lens: _Indices,
+        block_tables: list[_Indices],
+        cache: KvArena | None,
+        max_context: int,
+    ) -> None: ...
+    def set_rows(self, num_tokens: int) -> None: ...
+    def reserve(self) -> None: ...
+    def run(self, first: int, end: int) -> None: ...
+    def run_rows(self, first: int, end: int, rows: _Indices, best: _Indices | None) -> None: ...
+    def values(self, view: _View) -> _Vector: ...

@@ -70,9 +70,7 @@ class ModelConfig:
     fusion: str = option(
         "on", "which operators the native backend's plan fuses: on, off, or passes (octavo info --plan lists them)"
     )
-    repack_cache: bool = option(
-        True, "keep packed weights in the cache folder, so that the next start only maps them"
-    )
+    repack_cache: bool = option(True, "keep packed weights in the cache folder, so that the next start only maps them")
     repack_cache_bytes: int = option(
         16 * GIB, "disk that packed weights may take; the least recently used go first", metavar=BYTES, at_least=1
     )
@@ -408,7 +406,9 @@ def _integers(
     if backend == "reference":
         if quantization not in ("auto", "none") or model.act_dtype == "int8":
             flag = "--act-dtype int8" if model.act_dtype == "int8" else f"--quantization {quantization}"
-            raise ConfigError(f"{flag} needs the native backend; the reference backend computes with dequantized weights.")
+            raise ConfigError(
+                f"{flag} needs the native backend; the reference backend computes with dequantized weights."
+            )
         if quantization == "auto" and facts.has_block_types:
             quantization = "none"
             decide("quantization", quantization, "the reference backend computes with dequantized weights")
@@ -418,7 +418,7 @@ def _integers(
         return quantization, model.act_dtype
     if not has_integers:
         return quantization, "bf16"
-    decide("act-dtype", "int8", "activations are rounded to int8 where they meet integer weights; --act-dtype bf16 does not")
+    decide("act-dtype", "int8", "rounded where they meet integer weights; --act-dtype bf16 leaves them as they are")
     return quantization, "int8"
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,17 @@ FACTS = ModelFacts(
     stored_dtype="BF16",
     has_block_types=False,
     num_parameters=10**9,
+    num_head_parameters=0,
+    stored_bytes=2 * 10**9,
     kv_request_bytes=lambda tokens, chunk, block_size, value_bytes: -(-tokens // block_size) * block_size * 1000,
 )
 MACHINE = Machine(num_cores=4, memory_total_bytes=16 * GIB, memory_available_bytes=8 * GIB)
 
 
-def resolved(facts: ModelFacts = FACTS, machine: Machine = MACHINE, **options: Any) -> tuple[Config, dict[str, str]]:
-    config, decisions = resolve(make_config(options), facts, machine, ["reference"])
+def resolved(
+    facts: ModelFacts = FACTS, machine: Machine = MACHINE, backends: Sequence[str] = ("reference",), **options: Any
+) -> tuple[Config, dict[str, str]]:
+    config, decisions = resolve(make_config(options), facts, machine, backends)
     return config, {line.field: line.value for line in decisions}
 
 
@@ -165,6 +171,28 @@ def test_what_somebody_set_is_kept_and_not_told() -> None:
     config, told = resolved(**options)
     assert told == {}
     assert config.cache.kv_cache_memory_bytes == GIB and config.model.max_model_len == 100
+
+
+QUANTIZED = dataclasses.replace(FACTS, stored_dtype="Q4_1", has_block_types=True, stored_bytes=6 * 10**8)
+
+
+def test_quantized_weights_stay_integers_on_the_native_backend_and_it_says_how_activations_meet_them() -> None:
+    config, told = resolved(QUANTIZED, backends=["native", "reference"])
+    model = config.model
+    assert (model.backend, model.dtype, model.quantization, model.act_dtype) == ("native", "bfloat16", "auto", "int8")
+    assert told["act-dtype"] == "int8"
+    config, told = resolved(QUANTIZED, backends=["native"], act_dtype="bf16")
+    assert config.model.act_dtype == "bf16" and "act-dtype" not in told
+    config, _ = resolved(QUANTIZED, backends=["native"], quantization="none")
+    assert config.model.act_dtype == "bf16"
+    config, told = resolved(FACTS, backends=["native"], quantization="int4")
+    assert config.model.act_dtype == "int8" and told["act-dtype"] == "int8"
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}, {"act_dtype": "int8"}])
+def test_integers_are_refused_on_the_reference_backend(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="needs the native backend"):
+        resolved(backend="reference", backends=["native", "reference"], **options)
 
 
 def test_the_context_shrinks_to_the_memory_only_when_nobody_asked_for_more() -> None:

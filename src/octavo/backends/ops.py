@@ -210,7 +210,8 @@ class Ops(Protocol):
 
         The token at position p sees keys at positions j <= p and, with a window, j > p - window. Query head
         h reads KV head h // (H // K). `sinks` [H] are learned logits that join the softmax's denominator
-        only. Softmax in float32; its weights may be rounded to `dtype` before they meet the values. Block table `group` of the batch is used. Returns [T, H * D].
+        only. Softmax in float32; its weights may be rounded to `dtype` first. Block table `group` of the batch
+        is used. Returns [T, H * D].
 
         What no token of the step sees is never used, NaN included: -1 entries, slots that nobody wrote yet.
         """
@@ -262,6 +263,6 @@ def best_columns(logits: np.ndarray) -> np.ndarray:
     if not len(logits):
         return np.empty(0, np.int32)
     numbers = np.where(np.isnan(logits), -np.inf, logits)
-    best = numbers.argmax(-1).astype(np.int32)
+    best: np.ndarray = numbers.argmax(-1).astype(np.int32)
     best[numbers.max(-1) == -np.inf] = -1
     return best

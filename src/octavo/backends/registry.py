@@ -51,7 +51,7 @@ def available_backends() -> list[str]:
     return [name for name in BACKENDS if backend_info(name).available]
 
 
-def create_ops(name: str, *, dtype: DType, num_threads: int, native: NativeOptions = NativeOptions()) -> Ops:  # noqa: B008
+def create_ops(name: str, *, dtype: DType, num_threads: int, native: NativeOptions = NativeOptions()) -> Ops:
     """The operators of backend `name`; raises ConfigError with the way out when it cannot run here."""
     info = backend_info(name)
     if not info.available:
@@ -89,7 +89,9 @@ def fusion_passes(fusion: str) -> tuple[str, ...]:
     for name in names:
         if name not in PASSES:
             hint = did_you_mean(name, PASSES) or "."
-            raise ConfigError(f"--fusion: there is no pass {name!r}; it is on, off, or some of {', '.join(PASSES)}{hint}")
+            raise ConfigError(
+                f"--fusion: there is no pass {name!r}; it is on, off, or some of {', '.join(PASSES)}{hint}"
+            )
     return tuple(name for name in PASSES if name in names)
 
 

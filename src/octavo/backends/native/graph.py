@@ -76,7 +76,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """x @ weight.T + bias, then what fusion moved into it: an activation, and the residual that it is added to."""
+    """x @ weight.T + bias, then what fusion moved into it: an activation, and the residual that it is added to.
+
+    Logits are scaled and soft-capped instead, and not rounded.
+    """
 
     x: View
     weight: PackedWeight
@@ -86,16 +89,9 @@ class Linear:
     gated: bool = False
     residual: View | None = None
     residual_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Logits:
-    x: View
-    weight: PackedWeight
-    bias: Vector | None
-    scale: float
-    softcap: float | None
-    out: View
+    is_logits: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +138,7 @@ class PickRows:
     out: View
 
 
-Node = Embedding | Norm | Linear | Logits | Activate | Add | Rope | Attend | PickRows
+Node = Embedding | Norm | Linear | Activate | Add | Rope | Attend | PickRows
 
 _OUTPUTS = ("out", "sum")
 

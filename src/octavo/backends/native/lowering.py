@@ -12,7 +12,6 @@ from octavo.backends.native.graph import (
     Buffer,
     Embedding,
     Linear,
-    Logits,
     Node,
     Norm,
     PickRows,
@@ -69,7 +68,7 @@ class Lowering:
                     sum=None if node.sum is None else place(node.sum),
                     y=place(node.out),
                 )
-            case Linear() | Logits():
+            case Linear():
                 self._linear(node)
             case Activate():
                 plan.activation(x=place(node.x), kind=node.kind, gated=node.gated, y=place(node.out))
@@ -101,27 +100,26 @@ class Lowering:
             case PickRows():
                 plan.pick_rows(x=place(node.x), y=place(node.out))
 
-    def _linear(self, node: Linear | Logits) -> None:
+    def _linear(self, node: Linear) -> None:
         """One product for each segment of the weight, side by side in the output."""
         slot, offset, _ = self.place(node.out)
-        is_logits = isinstance(node, Logits)
+        residual = None if node.residual is None else self.place(node.residual)
         column = 0
         for segment in node.weight.segments:
-            width = segment.n // 2 if not is_logits and node.gated else segment.n
-            residual = None if is_logits or node.residual is None else self.place(node.residual)
+            width = segment.n // 2 if node.gated else segment.n
             quantizes = self._quantizes_activations and segment.is_integer
             self.plan.linear(
                 x=self._quantize(node.x, segment) if quantizes else self.place(node.x),
                 weight=segment.matrix,
                 is_quantized=quantizes,
-                is_logits=is_logits,
+                is_logits=node.is_logits,
                 bias=None if node.bias is None else node.bias[column : column + segment.n],
-                scale=node.scale if is_logits else 1.0,
-                softcap=node.softcap or 0.0 if is_logits else 0.0,
-                activation="none" if is_logits or node.activation is None else node.activation,
-                gated=not is_logits and node.gated,
+                scale=node.scale,
+                softcap=node.softcap or 0.0,
+                activation=node.activation or "none",
+                gated=node.gated,
                 residual=None if residual is None else (residual[0], residual[1] + column, width),
-                residual_scale=1.0 if is_logits else node.residual_scale,
+                residual_scale=node.residual_scale,
                 y=(slot, offset + column, width),
             )
             column += width

@@ -23,7 +23,6 @@ from octavo.backends.native.graph import (
     Attend,
     Embedding,
     Linear,
-    Logits,
     Node,
     Norm,
     PickRows,
@@ -199,7 +198,8 @@ class NativeOps:
             return EagerProgram(forward, logits, self.to_numpy)
         # Operators only pass the step's arrays on: while recording, nobody looks into them.
         batch, cache, rows = _SYMBOLIC_BATCH, _SYMBOLIC_CACHE, _SYMBOLIC_BATCH.logits_rows
-        self._recording = recorded = []
+        recorded: list[Node] = []
+        self._recording = recorded
         try:
             hidden = forward(batch, cache)
             num_forward_nodes = len(recorded)
@@ -220,7 +220,7 @@ class NativeOps:
             num_forward_nodes=num_plan_nodes,
             hidden=hidden,
             logits_place=lowering.place(scores),
-            has_argmax=isinstance(last, Logits) and len(last.weight.segments) == 1,
+            has_argmax=isinstance(last, Linear) and len(last.weight.segments) == 1,
         )
 
     def _lowering(self) -> Lowering:
@@ -326,7 +326,8 @@ class NativeOps:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> View:
-        return self._emit(Logits(x, head, bias, scale, softcap, View.new(head.n, x.extent)))
+        out = View.new(head.n, x.extent)
+        return self._emit(Linear(x, head, bias, out, is_logits=True, scale=scale, softcap=softcap))
 
     def to_numpy(self, x: View) -> NDArray[np.float32]:
         values = _values(x)
