@@ -15,12 +15,12 @@ namespace {
 constexpr int64_t kDepth = 32;  // k of a block
 constexpr int64_t kGroup = 4;   // panels side by side
 
-// Vectors of sums that fit the registers beside weights and x, and rows of x at once.
+// Vectors of sums and weights that fit the registers beside x, and rows of x at once.
 #if defined(__AVX512F__)
-constexpr int kSums = 24;
+constexpr int kVectors = 27;
 constexpr int kMaxRows = 12;
 #else
-constexpr int kSums = 6;
+constexpr int kVectors = 7;
 constexpr int kMaxRows = 6;
 #endif
 
@@ -36,10 +36,11 @@ struct Block {
     int64_t sum_rows;
 };
 
-// As many panels at once as the registers hold, of `chains` sums for each row.
+// As many panels at once as the registers hold, of `chains` sums for each row. A weight that only one row needs comes
+// straight from memory. Two panels feed the multipliers from four rows on.
 constexpr int panels_at_once(int rows, int chains) {
-    const int fit = kSums / (rows * chains);
-    return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+    const int fit = kVectors / (rows > 1 ? rows * chains + 1 : chains);
+    return fit >= 4 && rows < 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
 static inline void prefetch(const uint8_t* address) { __builtin_prefetch(address, 0, 3); }
@@ -75,6 +76,7 @@ struct Sequential {
 #pragma GCC unroll 4
             for (int p = 0; p < kPanels; ++p) sum[r][p] = load(sums + (p * block.sum_rows + r) * kPanel);
         }
+#pragma GCC unroll 4
         for (int k = 0; k < kDepth; ++k) {
             F32 weight[kPanels];
 #pragma GCC unroll 4
@@ -101,7 +103,7 @@ struct Sequential {
 struct EvenOdd {
     static constexpr int64_t kBytes = 2;
     // Few rows leave room for both chains; more take one chain after the other.
-    static constexpr bool together(int rows) { return rows <= 3; }
+    static constexpr bool together(int rows) { return rows <= 2; }
     static constexpr int chains(int rows) { return together(rows) ? 2 : 1; }
 
     static I32 pair(const uint8_t* block, int i) { return load(reinterpret_cast<const int32_t*>(block) + i * kPanel); }
@@ -117,6 +119,7 @@ struct EvenOdd {
         zero(evens);
         if constexpr (together(kRows)) {
             zero(odds);
+#pragma GCC unroll 2
             for (int i = 0; i < kDepth / 2; ++i) {
                 I32 pairs[kPanels];
 #pragma GCC unroll 4
@@ -163,6 +166,7 @@ struct EvenOdd {
     template <int kRows, int kPanels, bool kAhead, bool kOdd>
     static inline void chain(const Block& block, const uint8_t* weights, const uint8_t* ahead,
                              F32 (&sum)[kRows][kPanels]) {
+#pragma GCC unroll 4
         for (int i = 0; i < kDepth / 2; ++i) {
             F32 weight[kPanels];
 #pragma GCC unroll 4
