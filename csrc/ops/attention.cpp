@@ -422,7 +422,8 @@ void store_as(const StoreKvArgs& args, Team& team) {
     const KvLayout& layout = *args.layout;
     const Rows& rows = args.rows;
     const int64_t dim = layout.padded_head_dim;
-    const int64_t num_chunks = smaller(4 * team.num_threads(), (rows.num_tokens * layout.num_kv_heads * dim + 4095) / 4096);
+    const int64_t work = rows.num_tokens * layout.num_kv_heads * dim;
+    const int64_t num_chunks = smaller(4 * team.num_threads(), (work + 4095) / 4096);
     team.each(num_chunks, [&](int64_t chunk, int) {
         const int64_t first = chunk_start(rows.num_tokens, num_chunks, chunk);
         const int64_t end = chunk_start(rows.num_tokens, num_chunks, chunk + 1);

@@ -153,7 +153,8 @@ struct TileProducts {
             const uint16_t* source = tiles.values[tile];
             int64_t ahead = 0;
             if (exists && next_tile < next.range.end) ahead = bytes_between(source, next.keys[next_tile++]);
-            uint16_t* target = blocks + tile / kBlockTiles * kValueBlock * dim + tile % kBlockTiles * (kTileElements / 2);
+            uint16_t* block = blocks + tile / kBlockTiles * kValueBlock * dim;
+            uint16_t* target = block + tile % kBlockTiles * (kTileElements / kBlockTiles);
             for (int64_t pair = 0; pair < kTokenTile / 2; ++pair) {
                 for (int64_t d = 0; d < dim; d += kLane) {
                     I32 both = broadcast(int32_t{0});

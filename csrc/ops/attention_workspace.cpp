@@ -110,10 +110,12 @@ struct Planner {
     AttentionTask* sorted() const {
         AttentionTask* target_tasks = reinterpret_cast<AttentionTask*>(args.workspace + space.sorted_offset);
         std::array<int64_t, 65> ends{};
-        const auto bucket = [](const AttentionTask& task) { return std::countl_zero(static_cast<uint64_t>(cost(task))); };
-        for (int64_t i = 0; i < num_tasks; ++i) ++ends[static_cast<size_t>(bucket(tasks[i])) + 1];
+        const auto bucket = [](const AttentionTask& task) {
+            return static_cast<size_t>(std::countl_zero(static_cast<uint64_t>(cost(task))));
+        };
+        for (int64_t i = 0; i < num_tasks; ++i) ++ends[bucket(tasks[i]) + 1];
         for (size_t i = 1; i < ends.size(); ++i) ends[i] += ends[i - 1];
-        for (int64_t i = 0; i < num_tasks; ++i) target_tasks[ends[static_cast<size_t>(bucket(tasks[i]))]++] = tasks[i];
+        for (int64_t i = 0; i < num_tasks; ++i) target_tasks[ends[bucket(tasks[i])]++] = tasks[i];
         return target_tasks;
     }
 };
