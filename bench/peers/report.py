@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "octavo"
+QUIET_CORES = 0.1
 Cell = dict[str, Any]
 
 
@@ -37,7 +38,7 @@ COLUMNS = (
     Column("W4", "output_tokens_per_s", "W4 tok/s", True, 1),
     Column("W4", "ttft_p50_ms", "W4 TTFT p50 ms", False),
     Column("W5", "prompt_tokens_per_s", "W5 prefill tok/s", True),
-    *(Column(f"C{n}", "output_tokens_per_s", f"{n} streams tok/s", True, 1) for n in (1, 2, 4, 8, 16, 32, 64)),
+    *(Column(f"C{n}", "output_tokens_per_s", f"C{n} tok/s", True, 1) for n in (1, 2, 4, 8, 16, 32, 64)),
     Column("start", "cold_start_s", "cold start s", False, 2),
     Column("start", "peak_rss_mb", "peak RSS MB", False),
 )
@@ -150,11 +151,16 @@ def _machine(content: dict[str, Any]) -> str:
         *(f"- {name}: {text}" for name, text in content["workloads"].items()),
         "- cold start: from the command to the first token; peak RSS: of all the server's processes, added up",
     ]
-    noisy = [c for c in content["cells"] if c.get("measures", {}).get("foreign_cores", 0) > 0.1]
+    shares = [
+        cell["measures"]["foreign_cores"] for cell in content["cells"] if "foreign_cores" in cell.get("measures", {})
+    ]
+    noisy = [share for share in shares if share > QUIET_CORES]
     if noisy:
         lines += [
             "",
-            f"In {len(noisy)} of {len(content['cells'])} cells other programs used more than a tenth of a core.",
+            f"**Not a quiet machine**: in {len(noisy)} of {len(shares)} cells other programs used more than "
+            f"{QUIET_CORES:g} cores, up to {max(noisy):.1f}. Engines suffer from that unequally (one whose threads wait "
+            "for each other suffers most), so these ratios say little.",
         ]
     return "\n".join(lines)
 

@@ -128,7 +128,7 @@ def _llama_cpp(entry: Entry, model: Path, envs: Path, num_slots: int) -> Launch:
         str(engine_folder(envs, "llama.cpp") / "build" / "bin" / "llama-server"), "--model", str(model),
         "--host", HOST, "--port", "PORT", "--alias", MODEL_NAME, "-t", threads, "-tb", threads,
         "-np", str(num_slots), "-c", str(num_slots * CONTEXT), "--cont-batching", "-b", "2048", "-ub", "512",
-        "--no-webui", *entry.flags,
+        "--no-ui", *entry.flags,
     )  # fmt: skip
     return Launch(words, dict(entry.environment), "/health")
 
