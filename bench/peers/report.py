@@ -159,8 +159,8 @@ def _machine(content: dict[str, Any]) -> str:
         lines += [
             "",
             f"**Not a quiet machine**: in {len(noisy)} of {len(shares)} cells other programs used more than "
-            f"{QUIET_CORES:g} cores, up to {max(noisy):.1f}. Engines suffer from that unequally (one whose threads wait "
-            "for each other suffers most), so these ratios say little.",
+            f"{QUIET_CORES:g} cores, up to {max(noisy):.1f}. Engines suffer from that unequally (those whose "
+            "threads wait for each other suffer most), so these ratios say little.",
         ]
     return "\n".join(lines)
 
