@@ -31,7 +31,7 @@ constexpr int64_t kPanel = 16;  // columns of the product (rows of W) that are s
 
 // W [n, k] in panels of 16 of its rows (columns of the product), panel by panel, each 64-byte aligned. Within a panel,
 // c is the column in it:
-//   f32, f16  [padded_k][16 c]
+//   f32, f16  [padded_k][16 c]                                     padded_k: a multiple of 32
 //   bf16      [padded_k / 2][16 c][2 k]                            padded_k: a multiple of 32
 //   int8      [padded_k / 4][16 c][4 k], signed                    padded_k: a multiple of 64
 //   int4      [padded_k / 8][16 c][4 bytes]: byte j of a row of 8 k holds k = j in its low half and k = 4 + j in its
@@ -93,8 +93,8 @@ struct LinearArgs {
     Epilogue epilogue;
     float* y = nullptr;  // [rows][y_stride]; null when only `best` is wanted
     int64_t y_stride = 0;
-    // Where not null: [rows], the column of the largest y of each row, the lowest such column among equals, NaN
-    // counting as the smallest. `best_scratch` holds num_panels x rows of these.
+    // Where not null: [rows], the column of the largest y of each row, the lowest such column among equals; -1 where
+    // one is NaN or infinity, or none is above minus infinity. `best_scratch` holds num_panels x rows of these.
     int32_t* best = nullptr;
     struct Best {
         float value;

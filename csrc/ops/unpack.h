@@ -7,7 +7,7 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Row `row` of an int4 or int8 matrix that is not gated, dequantized as linear.h says: out [k]. In linear_int.cpp.
+// Row `row` of an int4 or int8 matrix that is not gated, dequantized as linear.h says: out [k]. In linear_dequantized.cpp.
 void unpack_int_row(const PackedMatrix& matrix, int64_t row, float* out);
 
 }  // namespace octavo::OCTAVO_ISA
