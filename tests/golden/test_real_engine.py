@@ -61,7 +61,9 @@ def path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def test_greedy_answers_are_those_of_transformers(path: Path) -> None:
     assert len(PROMPTS) == 20
-    llm = LLM(str(path), max_model_len=512, kv_cache_memory_bytes="512MiB", max_num_batched_tokens=100)
+    # Integer weights as they are, nothing else rounded: the dequantized model that the oracle computes.
+    exact = {"dtype": "float32", "act_dtype": "bf16"}
+    llm = LLM(str(path), max_model_len=512, kv_cache_memory_bytes="512MiB", max_num_batched_tokens=100, **exact)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     oracle = oracle_of(path)

@@ -24,6 +24,7 @@ Weight = Any  # what a backend made of a host weight: packed, quantized or plain
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 DType = Literal["float32", "bfloat16", "float16"]
+WeightKind = Literal["linear", "gated", "head", "embedding", "vector"]
 
 
 class HostTensor(Protocol):
@@ -120,7 +121,7 @@ class Program(Protocol):
         ...
 
     def argmax(self, hidden: Tensor, rows: np.ndarray) -> np.ndarray:
-        """The column of each row's largest logit, the lowest among equals; -1 where none is a number. [N] int32"""
+        """The column of each row's largest logit, the lowest among equals; -1 where it is not finite. [N] int32"""
         ...
 
 
@@ -132,13 +133,16 @@ class Ops(Protocol):
 
     # -- weights ---------------------------------------------------------------------------------------
     def weight(
-        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "gated", "embedding", "vector"]
+        self,
+        parts: Sequence[HostTensor | np.ndarray],
+        *,
+        kind: WeightKind,
     ) -> Weight:
         """Take over a parameter: `parts` are concatenated along the first dimension.
 
         linear: [out, in], applied as x @ W.T. gated: the same, whose two halves are a gate and what it gates.
-        embedding: [V, E], which `logits` also takes as a tied head. vector: a norm, a bias or sinks, kept in float32.
-        Other plain types are converted to `dtype`.
+        head: [V, E], for `logits`. embedding: [V, E], which `logits` also takes as a tied head. vector: a norm, a bias
+        or sinks, kept in float32. Other plain types are converted to `dtype`.
         """
         ...
 
@@ -256,13 +260,13 @@ class BackendInfo:
 
 
 def best_columns(logits: np.ndarray) -> np.ndarray:
-    """The column of each row's largest value, the lowest among equals; -1 where none is a number above -infinity.
+    """The column of each row's largest value, the lowest among equals; -1 where that is no finite number.
 
     `logits` float32 [N, V]; the result int32 [N].
     """
     if not len(logits):
         return np.empty(0, np.int32)
-    numbers = np.where(np.isnan(logits), -np.inf, logits)
-    best: np.ndarray = numbers.argmax(-1).astype(np.int32)
-    best[numbers.max(-1) == -np.inf] = -1
+    with np.errstate(invalid="ignore"):
+        best: np.ndarray = logits.argmax(-1).astype(np.int32)
+        best[~np.isfinite(logits.max(-1))] = -1  # the maximum with NaN is NaN
     return best

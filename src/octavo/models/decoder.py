@@ -8,18 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from octavo.backends.ops import AttentionParams, ForwardBatch, HostTensor, KvCache, Ops, RopeTable, Tensor, Weight
+from octavo.backends.ops import (
+    AttentionParams,
+    ForwardBatch,
+    HostTensor,
+    KvCache,
+    Ops,
+    RopeTable,
+    Tensor,
+    Weight,
+    WeightKind,
+)
 from octavo.errors import ConfigError
 from octavo.loader.checkpoint import Ledger
 from octavo.models.rope import RopeSpec
 from octavo.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Parameter
 
 Progress = Callable[[int, int], None]  # parameters loaded, of how many
-Kind = Literal["linear", "gated", "embedding", "vector"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Decoder:
             _load_layer(layer, weights, ropes, place) for layer, place in zip(spec.layers, kv_places, strict=True)
         )
         self._final_norm = weights.norm(spec.final_norm)
-        self._head = self._embedding if weights.head is None else weights.load(spec.head, "linear")
+        self._head = self._embedding if weights.head is None else weights.load(spec.head, "head")
         self.program = ops.compile(self._forward, self._logits)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
@@ -187,7 +195,7 @@ class _Weights:
         self._total = sum(math.prod(parameter.shape) for parameter in self._claimed)
         self._loaded = 0
 
-    def load(self, parameter: Parameter, kind: Kind) -> Weight:
+    def load(self, parameter: Parameter, kind: WeightKind) -> Weight:
         tensors: list[HostTensor] = self._claimed[parameter]
         weight = self._ops.weight(tensors, kind=kind)
         self._loaded += math.prod(parameter.shape)
@@ -197,7 +205,7 @@ class _Weights:
     def vector(self, parameter: Parameter | None) -> Weight | None:
         return None if parameter is None else self.load(parameter, "vector")
 
-    def linear(self, spec: LinearSpec, kind: Kind = "linear") -> _Linear:
+    def linear(self, spec: LinearSpec, kind: WeightKind = "linear") -> _Linear:
         return _Linear(self.load(spec.weight, kind), self.vector(spec.bias))
 
     def norm(self, spec: NormSpec) -> _Norm:

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.backends.native.pack_cache import Bytes, Entry, PackCache, PackFile, PackMemory, SegmentEntry
-from octavo.backends.ops import DType, HostTensor
+from octavo.backends.ops import DType, HostTensor, WeightKind
 from octavo.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["linear", "gated", "embedding", "vector"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 Source = HostTensor | np.ndarray
 Vector = NDArray[np.float32]
@@ -242,7 +241,7 @@ class WeightStore:
         """Whether every parameter so far came packed from the cache."""
         return self._file is not None
 
-    def pack(self, parts: Sequence[Source], kind: Kind) -> PackedWeight | Vector:
+    def pack(self, parts: Sequence[Source], kind: WeightKind) -> PackedWeight | Vector:
         """A parameter whose `parts` follow each other along the first dimension; float32 [n] for a vector.
 
         Parts of different block types become segments. Of kind gated, the first half of the rows is the gate.
@@ -315,7 +314,7 @@ class WeightStore:
         np.concatenate([each.astype(np.float32) for each in values], out=vector)
         return vector
 
-    def _pack(self, parts: Sequence[Source], kind: Kind, parameter: _Parameter) -> PackedWeight:
+    def _pack(self, parts: Sequence[Source], kind: WeightKind, parameter: _Parameter) -> PackedWeight:
         rows = [_Rows.of(part) for part in parts]
         widths = {each.k for each in rows}
         if len(widths) != 1:
@@ -329,7 +328,7 @@ class WeightStore:
         segments = tuple(self._pack_segment(form, run, gated, parameter) for form, run in runs)
         return PackedWeight(segments)
 
-    def _forms(self, rows: Sequence[_Rows], kind: Kind) -> list[_Form]:
+    def _forms(self, rows: Sequence[_Rows], kind: WeightKind) -> list[_Form]:
         if self._quantization == "auto":
             forms = [_block_form(each) or self._float_form([each]) for each in rows]
             if len({form for form in forms if form.how == "values"}) > 1:
@@ -338,7 +337,7 @@ class WeightStore:
             return forms
         if self._quantization == "none":
             return [self._float_form(rows)] * len(rows)
-        if self._quantization == "int4" and kind != "embedding":
+        if self._quantization == "int4" and kind not in ("embedding", "head"):
             return [_Form("nearest", "int4", 32, has_min=True, scale_format="f16")] * len(rows)
         return [_Form("nearest", "int8")] * len(rows)
 
@@ -425,7 +424,7 @@ def _type_name(source: Source) -> str:
     return str(source.dtype) if isinstance(source, np.ndarray) else source.type_name
 
 
-def _identity(parts: Iterable[Source], kind: Kind) -> str:
+def _identity(parts: Iterable[Source], kind: WeightKind) -> str:
     """Of a parameter within its checkpoint. Reads arrays only: tensors have a name."""
     described = [
         ("array", hashlib.sha256(np.ascontiguousarray(part).tobytes()).hexdigest(), _type_name(part), part.shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from octavo.backends.ops import (
     KvCache,
     RopeTable,
     Weight,
+    WeightKind,
     best_columns,
 )
 from octavo.backends.reference.attention import (
@@ -65,7 +65,10 @@ class ReferenceOps:
 
     # -- weights ---------------------------------------------------------------------------------------
     def weight(
-        self, parts: Sequence[HostTensor | np.ndarray], *, kind: Literal["linear", "gated", "embedding", "vector"]
+        self,
+        parts: Sequence[HostTensor | np.ndarray],
+        *,
+        kind: WeightKind,
     ) -> Weight:
         if kind == "vector":
             return load_rounded(parts, "float32").to(self._device)
