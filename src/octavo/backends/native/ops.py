@@ -44,6 +44,7 @@ from octavo.backends.ops import (
     KvCache,
     RopeTable,
     Weight,
+    WeightKind,
     best_columns,
 )
 
@@ -98,7 +99,7 @@ class Program:
         return self.plan.values(self.logits_place)
 
     def argmax(self, hidden: View, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The column of each row's largest logit, the lowest among equals; -1 where none is a number."""
+        """The column of each row's largest logit, the lowest among equals; -1 where it is not finite."""
         if not self.has_argmax:
             return best_columns(self.logits(hidden, rows))
         best = np.empty(len(rows), np.int32)
@@ -171,7 +172,7 @@ class NativeOps:
         self,
         parts: Sequence[HostTensor | np.ndarray],
         *,
-        kind: Literal["linear", "gated", "embedding", "vector"],
+        kind: WeightKind,
     ) -> Weight:
         return self._weights.pack(parts, kind)
 
@@ -250,8 +251,10 @@ class NativeOps:
             plan.set_rows(num_rows)
         else:
             _set_step(plan, batch, cache)
-        plan.reserve()
         places = {view.buffer: lowering.place(View(view.buffer, 0, view.buffer.width)) for _, view in views(node)}
+        for slot, _, _ in places.values():
+            plan.keep(slot)  # each is filled before the first node, even where that does not read it
+        plan.reserve()
         for buffer, place in places.items():
             plan.values(place)[:] = buffer.values
         plan.run(0, plan.num_nodes)
