@@ -261,6 +261,9 @@ class PlanHandle {
         for (size_t i = 0; i < rows.size(); ++i) {
             if (rows.data()[i] < 0 || rows.data()[i] >= arrays_.num_tokens) throw nb::index_error("row out of range");
         }
+        if (static_cast<int64_t>(rows.size()) > plan_.row_capacity()) {
+            throw nb::value_error("more rows of logits than the step has tokens");
+        }
         if (best && best->size() != rows.size()) throw nb::value_error("best has another number of rows");
         arrays_.logits_rows = rows.data();
         arrays_.num_logits_rows = static_cast<int64_t>(rows.size());

@@ -5,9 +5,11 @@
 #include <chrono>
 #include <climits>
 #include <cstdlib>
+#include <exception>
 #include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -68,6 +70,14 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 #endif
 }
 
+int64_t process_id() {
+#if defined(__linux__)
+    return getpid();
+#else
+    return 0;
+#endif
+}
+
 void wake_all(std::atomic<uint32_t>& word) {
 #if defined(__linux__)
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
@@ -89,8 +99,11 @@ struct Team::State {
     alignas(64) Run body = nullptr;
     const void* context = nullptr;
     int64_t num_chunks = 0;
+    std::atomic<bool> has_failed{false};
+    std::exception_ptr failure;  // of who set `has_failed`
     std::atomic<bool> is_closed{false};
     std::vector<std::thread> workers;
+    const int64_t process = process_id();
 
     // Run chunks of epoch `mine` until none is left.
     void help(uint32_t mine, int thread) {
@@ -101,7 +114,11 @@ struct Team::State {
             if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
                 continue;
             }
-            body(context, num_chunks - left, thread);
+            try {
+                body(context, num_chunks - left, thread);
+            } catch (...) {
+                if (!has_failed.exchange(true)) failure = std::current_exception();
+            }
             unfinished.fetch_sub(1, std::memory_order_acq_rel);
             seen = ticket.load(std::memory_order_acquire);
         }
@@ -138,16 +155,25 @@ Team::Team(int num_threads) : state_(new State), num_threads_(num_threads < 1 ? 
     const size_t size = static_cast<size_t>(num_threads_) * kScratchBytes;
     scratch_ = static_cast<uint8_t*>(std::aligned_alloc(64, size));
     if (scratch_ == nullptr) throw std::bad_alloc();
-    for (int thread = 1; thread < num_threads_; ++thread) {
-        state_->workers.emplace_back([state = state_, thread] { state->work(thread); });
+    try {
+        for (int thread = 1; thread < num_threads_; ++thread) {
+            state_->workers.emplace_back([state = state_, thread] { state->work(thread); });
+        }
+    } catch (...) {
+        close();
+        throw;
     }
 }
 
-Team::~Team() {
+Team::~Team() { close(); }
+
+void Team::close() {
     state_->is_closed.store(true, std::memory_order_release);
     state_->epoch.fetch_add(1);
     wake_all(state_->epoch);
-    for (std::thread& worker : state_->workers) worker.join();
+    // The threads stayed behind in the process that made them: here there is nothing to wait for.
+    const bool is_forked = process_id() != state_->process;
+    for (std::thread& worker : state_->workers) is_forked ? worker.detach() : worker.join();
     delete state_;
     std::free(scratch_);
 }
@@ -172,6 +198,10 @@ void Team::run(int64_t num_chunks, Run body, const void* context) {
         relax();
         // The core of a worker may be taken by another process: let it run there rather than spin against it.
         if (spins % 1024 == 1023) std::this_thread::yield();
+    }
+    if (state.has_failed.load(std::memory_order_relaxed)) {
+        state.has_failed.store(false, std::memory_order_relaxed);
+        std::rethrow_exception(std::exchange(state.failure, nullptr));
     }
 }
 

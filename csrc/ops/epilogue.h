@@ -22,12 +22,13 @@ static inline void store_output(const LinearArgs& args, int64_t row, int64_t col
     store_first(args.y + row * args.y_stride + column, v, width);
 }
 
-// Of the first `width` lanes, which start at `column`; a value of minus infinity where none is a number above it.
+// Of the first `width` lanes, which start at `column`; infinity and -1 where one of them is NaN or infinity.
 static inline LinearArgs::Best best_of(F32 v, int64_t column, size_t width) {
     static const float lanes_left[kLanes] = {15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
     const F32 lowest = broadcast(-__builtin_inff());
-    const F32 numbers = select(is_nan(v), lowest, v);
+    const F32 numbers = select(is_nan(v), broadcast(__builtin_inff()), v);
     const float largest = reduce_max(width < kLanes ? select(first_lanes(width), numbers, lowest) : numbers);
+    if (largest == __builtin_inff()) return {largest, -1};
     // A lane beyond the width may hold the value too, but never comes first.
     const F32 left = select(less(numbers, broadcast(largest)), broadcast(-1.0f), load(lanes_left));
     return {largest, static_cast<int32_t>(column) + 15 - static_cast<int32_t>(reduce_max(left))};
@@ -122,8 +123,7 @@ static inline void finish_rows(const LinearArgs& args, int64_t first_row, int64_
 
 constexpr int64_t kBestRows = 8;  // share the cache lines of a panel
 
-// `best` of at most kBestRows rows from `best_scratch`, in the order of the columns; -1 where no value is a number above
-// minus infinity.
+// `best` of at most kBestRows rows from `best_scratch`, in the order of the columns.
 static inline void choose_best_of(const LinearArgs& args, int64_t first) {
     const int64_t left = args.rows - first, rows = left < kBestRows ? left : kBestRows;
     LinearArgs::Best best[kBestRows];

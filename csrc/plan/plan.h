@@ -96,6 +96,8 @@ class Plan {
     // Where the values of a slot are after a run.
     const Slot& slot(int32_t index) const { return slots_[static_cast<size_t>(index)]; }
     int64_t arena_bytes() const { return arena_.size(); }
+    // How many rows of logits the step that ran last left room for.
+    int64_t row_capacity() const { return row_capacity_; }
 
   private:
     struct Lifetime {

@@ -68,15 +68,13 @@ class Sampler:
     def accept_argmax(self, best: np.ndarray, sources: Sequence[int]) -> SampleOutput | None:
         """What rows that want only the argmax sample: row i the token best[sources[i]].
 
-        `best` [M] int32 is of all columns of the logits, -1 where none is a number. None when padding of the output
-        layer came out best: the logits must be looked at.
+        `best` [M] int32 is of all columns of the logits, -1 where that is no finite number. None where a row has no
+        best column, or padding of the output layer came out best: the logits must be looked at.
         """
         chosen: list[int] = best.tolist()
-        if max(chosen) >= self.vocab_size:
+        if min(chosen) < 0 or max(chosen) >= self.vocab_size:
             return None
-        token_ids = [chosen[source] for source in sources]
-        failed = {i: NOT_FINITE for i, token_id in enumerate(token_ids) if token_id < 0}
-        return SampleOutput(token_ids, {}, failed)
+        return SampleOutput([chosen[source] for source in sources], {}, {})
 
     def sample(
         self,

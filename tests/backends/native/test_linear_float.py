@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from octavo import _native
-from octavo.backends.ops import DType
+from octavo.backends.ops import DType, best_columns
 
 Format = Literal["f32", "bf16", "f16"]
 FORMATS: dict[Format, DType] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -265,11 +265,22 @@ def test_best_is_the_lowest_column_of_the_largest_logit(rows: int, n: int) -> No
         np.testing.assert_array_equal(multiply.best(x), np.argmax(x @ w.T, axis=1))
 
 
-def test_best_passes_nan_over_and_is_minus_one_where_nothing_is_above_minus_infinity() -> None:
-    bias = np.full(50, np.nan, np.float32)
-    bias[37] = bias[41] = -np.inf
+@pytest.mark.parametrize("isa", _native.usable_isas())
+def test_best_is_minus_one_where_a_logit_is_nan_or_infinity_or_all_are_minus_infinity(isa: str) -> None:
     matrix = packed(np.zeros((50, 32), np.float32), "f32")
     x = np.ones((3, 32), np.float32)
-    assert Product(matrix, "float32", Epilogue(bias=bias, is_logits=True)).best(x).tolist() == [-1] * 3
-    bias[44:46] = -1e30
-    assert Product(matrix, "float32", Epilogue(bias=bias, is_logits=True)).best(x).tolist() == [44] * 3
+
+    def best_with(bias: np.ndarray) -> list[int]:
+        found = Product(matrix, "float32", Epilogue(bias=bias, is_logits=True), isa=isa).best(x).tolist()
+        assert found == best_columns(np.tile(bias, (3, 1))).tolist()
+        return found
+
+    bias = np.full(50, -np.inf, np.float32)
+    assert best_with(bias) == [-1] * 3
+    bias[[44, 45]] = -1e30
+    assert best_with(bias) == [44] * 3
+    for bad in (np.nan, -np.nan, np.inf):
+        for column in (0, 16, 31, 44, 49):
+            spoiled = bias.copy()
+            spoiled[column] = bad
+            assert best_with(spoiled) == [-1] * 3, (bad, column)
