@@ -10,6 +10,7 @@
 #include "core/team.h"
 #include "ops/attention.h"
 #include "ops/linear.h"
+#include "ops/roofline.h"
 #include "ops/rows.h"
 #include "ops/sampler.h"
 
@@ -44,6 +45,9 @@ struct Kernels {
     void (*scale_rows)(const ScaleArgs&, Team&);
 
     void (*sample)(const SampleArgs&, Team&);
+
+    void (*read_memory)(const ReadArgs&, Team&);
+    int64_t (*multiply)(const ProductsArgs&, Team&);  // how many multiplications and additions that were
 };
 
 const char* isa_name(Isa isa);

@@ -22,5 +22,6 @@ const Kernels& kernels_for(const std::string& isa);
 void bind_plan(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 void bind_sampler(nanobind::module_& m);
+void bind_roofline(nanobind::module_& m);
 
 }  // namespace octavo

@@ -6,6 +6,7 @@
 
 #include "ops/attention.h"
 #include "ops/linear.h"
+#include "ops/roofline.h"
 #include "ops/rows.h"
 #include "ops/sampler.h"
 
@@ -32,5 +33,8 @@ void activation(const ActivationArgs& args, Team& team);
 void scale_rows(const ScaleArgs& args, Team& team);
 
 void sample(const SampleArgs& args, Team& team);
+
+void read_memory(const ReadArgs& args, Team& team);
+int64_t multiply(const ProductsArgs& args, Team& team);
 
 }  // namespace octavo::OCTAVO_ISA

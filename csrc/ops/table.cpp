@@ -22,6 +22,8 @@ const Kernels kernels = {
     .activation = activation,
     .scale_rows = scale_rows,
     .sample = sample,
+    .read_memory = read_memory,
+    .multiply = multiply,
 };
 
 }  // namespace octavo::OCTAVO_ISA

@@ -189,3 +189,13 @@ class Plan:
     def run(self, first: int, end: int) -> None: ...
     def run_rows(self, first: int, end: int, rows: _Indices, best: _Indices | None) -> None: ...
     def values(self, view: _View) -> _Vector: ...
+
+class RooflineProbe:
+    """Memory of `read_bytes`, and the kernels that measure (csrc/ops/roofline.h). Keeps `team` alive."""
+
+    def __init__(self, isa: str, team: Team, read_bytes: int) -> None: ...
+    def read(self, streams: int) -> float:
+        """Seconds that one pass over the memory takes."""
+
+    def multiply(self, kind: str, rounds: int) -> tuple[float, int]:
+        """Seconds, and how many multiplications and additions they were; `kind` is f32, bf16 or int8."""
