@@ -64,8 +64,8 @@ $(VENV)/.installed-torch-$(TORCH): $(VENV)/.created
 	touch $@
 
 # Editable: only the extension and the dependencies need another installation.
-$(VENV)/.installed-serve: $(VENV)/.installed-torch-$(TORCH) $(BUILD_INPUTS)
-	$(PIP) --editable '.[torch]'
+$(VENV)/.installed-serve: $(VENV)/.created $(BUILD_INPUTS)
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch-$(TORCH) $(BUILD_INPUTS)
