@@ -24,6 +24,7 @@ SERVER = """
     --max-body-bytes --max-header-bytes --max-prompts --max-n --max-logprobs --logprobs-mode
     --strict-api --no-strict-api --enable-prompt-tokens-details --no-enable-prompt-tokens-details
     --sse-keep-alive-s --body-timeout-s --drain-timeout-s --engine-start-timeout-s --served-requests-kept
+    --startup-report --no-startup-report
 """.split()
 ENGINE = [*MODEL, *CACHE, *SCHEDULER]
 HELP = "-h --help".split()

@@ -150,6 +150,7 @@ class ServerConfig:
     )
     engine_start_timeout_s: float = option(600.0, "seconds that the engine may take to load the model")
     served_requests_kept: int = option(256, "finished requests whose timeline /v1/requests/{id} still shows")
+    startup_report: bool = option(False, "print how long each phase of the start took, of both processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

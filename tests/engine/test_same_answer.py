@@ -19,12 +19,13 @@ import torch
 from tests.tiny import VOCAB_SIZE, save_tiny_llama
 
 from octavo.config import make_config
-from octavo.engine.build import build_engine, load_model_tokenizer
+from octavo.engine.build import build_engine
 from octavo.engine.channel import QueueChannel
 from octavo.engine.events import ChoiceDelta, TokenDetail
 from octavo.engine.llm import LLM, RequestOutput
 from octavo.engine.loop import EngineLoop
 from octavo.engine.messages import AbortRequests, AddRequest, StepReport, Stop
+from octavo.engine.model_files import load_model_tokenizer
 from octavo.engine.output import ChoiceOutput
 from octavo.request import SamplingParams
 

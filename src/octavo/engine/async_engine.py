@@ -27,8 +27,10 @@ from octavo.engine.messages import (
     ResetPrefixCache,
     StartFailed,
     StepReport,
+    Vocabulary,
 )
 from octavo.engine.output import ChoiceOutput
+from octavo.engine.startup import Phase
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.transport import Transport
 from octavo.errors import InvalidRequest, OctavoError, RequestFailed, StartError, Unavailable
@@ -96,6 +98,8 @@ class AsyncEngine:
         self._num_restarts = 0
         self._restart_failure: str | None = None
         self._started_s = 0.0
+        self._hears = False  # the engine has been started, so that messages reach it
+        self._phases: tuple[Phase, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- life ------------------------------------------------------------------------------------------
@@ -156,6 +160,11 @@ class AsyncEngine:
         if self._info is None:
             raise Unavailable(f"The model is not ready: {self._reason}.", retry_after_s=_RETRY_AFTER_S)
         return self._info
+
+    @property
+    def startup_phases(self) -> tuple[Phase, ...]:
+        """Of the engine process, once it is ready."""
+        return self._phases
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -280,7 +289,7 @@ class AsyncEngine:
                 share = f" ({100 * message.done // message.total}%)" if message.total else ""
                 self._set_state(self._state, f"{message.phase}{share}")
             case Ready():
-                self._info = message.info
+                self._info, self._phases = message.info, message.phases
                 self.metrics.engine_ready(message.info)
                 if self._state == "starting":
                     self._set_state("ready", "ready")
@@ -367,13 +376,17 @@ class AsyncEngine:
 
     async def _start_engine(self) -> None:
         self._started_s = time.monotonic()
+        self._hears = False
         await self._transport.start(self._config, self._on_message, self._on_exit)
+        self._hears = True
+        self._send_vocabulary()
         if (pid := self._transport.pid) is not None:
             self.metrics.watch_process("engine", pid)
 
     async def _prepare_tokenizer(self) -> None:
         try:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            self._send_vocabulary()
         except Exception as error:
             if not isinstance(error, StartError):
                 logger.exception("the tokenizer could not be loaded")
@@ -381,6 +394,12 @@ class AsyncEngine:
             self._start_error = error
             self._set_state("dead", str(error))
         self._changed.set()
+
+    def _send_vocabulary(self) -> None:
+        """Every start of the engine waits for it."""
+        tokenizer = self._tokenizer
+        if self._hears and tokenizer is not None:
+            self._transport.send(Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids))
 
     def _fail_all(self, error: Unavailable) -> None:
         """End what still runs, and every call that waits for the engine, with `error`."""

@@ -6,17 +6,21 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
+from octavo.backends.ops import ForwardBatch, KvCache
 from octavo.backends.registry import NativeOptions, available_backends, create_ops
 from octavo.config import Config, ModelFacts, cache_dir, dtype_bytes, resolve
 from octavo.engine.core import EngineCore
 from octavo.engine.events import EngineInfo
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.messages import Vocabulary
+from octavo.engine.model_files import find_model, load_model_tokenizer
 from octavo.errors import UnsupportedModel
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cache_spec import KvCacheSpec, LayerKv, make_cache_spec
 from octavo.kv_cache.prefix_cache import model_identity
 from octavo.loader.checkpoint import Checkpoint, Ledger
-from octavo.loader.source import LocalModel, open_checkpoint, resolve_source
+from octavo.loader.source import open_checkpoint
 from octavo.machine import detect_machine
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_spec
@@ -38,25 +42,17 @@ _GENERATION_DEFAULTS: Mapping[str, type] = {
 }
 
 
-def find_model(config: Config) -> LocalModel:
-    """Where the model is on this machine; nothing is fetched."""
-    return resolve_source(config.model.model, cache=cache_dir(), revision=config.model.revision)
+def build_engine(
+    config: Config,
+    progress: Progress = lambda phase, done, total: None,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> tuple[EngineCore, EngineInfo]:
+    """Load the model that `config` names and put an engine around it. Raises StartError with the way out.
 
-
-def load_model_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer and chat template that requests for this model need. Raises TokenizerError."""
-    model = config.model
-    tokenizer = load_tokenizer(find_model(config).path, model.tokenizer, chat_template=model.chat_template)
-    _ = tokenizer.chat_template  # compiled here: a broken template is the operator's to hear of, not a client's
-    return tokenizer
-
-
-def build_engine(config: Config, progress: Progress = lambda phase, done, total: None) -> tuple[EngineCore, EngineInfo]:
-    """Load the model that `config` names and put an engine around it. Raises StartError with the way out."""
+    `vocabulary` is asked once the weights are loaded; without one the tokenizer is loaded here.
+    """
     progress("opening the model", 0, 0)
-    local = find_model(config)
-    checkpoint = open_checkpoint(local, digest_cache=cache_dir() / "digests")
-    tokenizer = load_model_tokenizer(config)
+    checkpoint = open_checkpoint(find_model(config), digest_cache=cache_dir() / "digests")
     spec = build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
     layers = [LayerKv(a.num_kv_heads, a.head_dim, a.window) for a in (layer.attention for layer in spec.layers)]
     config, decisions = resolve(config, _facts(checkpoint, spec, layers), detect_machine(), available_backends())
@@ -64,6 +60,7 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
     kv_memory, threads = config.cache.kv_cache_memory_bytes, config.model.threads
     assert dtype != "auto" and max_model_len and kv_memory and threads, "resolve() decides these"
 
+    progress("preparing the backend", 0, 0)
     ops = create_ops(
         model.backend,
         dtype=dtype,
@@ -86,8 +83,9 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         Ledger(checkpoint, ignore=spec.ignored_prefixes),
         max_model_len=max_model_len,
         kv_places=cache_spec.places,
-        progress=lambda done, total: progress("loading weights", done, total),
+        progress=lambda done, total: progress("loading weights" if done < total else "making the plan", done, total),
     )
+    progress("reserving the KV cache", 0, 0)
     num_blocks = cache_spec.num_blocks_for(kv_memory)
     chunk = min(config.scheduler.max_num_batched_tokens or max_model_len, max_model_len)
     cache = ops.kv_cache(
@@ -97,8 +95,12 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         num_kv_heads=cache_spec.num_kv_heads,
         head_dim=cache_spec.head_dim,
     )
-    vocab_size = min(spec.vocab_size, tokenizer.vocab_size)
-    eos_token_ids = _eos_token_ids(checkpoint, tokenizer, vocab_size)
+    progress("first step", 0, 0)
+    _warm_up(decoder, cache, len(cache_spec.groups))
+    progress("waiting for the tokenizer", 0, 0)
+    known = _load_vocabulary(config) if vocabulary is None else vocabulary()
+    vocab_size = min(spec.vocab_size, known.vocab_size)
+    eos_token_ids = _eos_token_ids(checkpoint, known, vocab_size)
     scheduler = Scheduler(
         config.scheduler,
         cache_spec,
@@ -115,7 +117,9 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         Sampler(vocab_size, config.server.logprobs_mode, ops.sampler_kernels(vocab_size)),
         RequestTable(vocab_size=vocab_size, eos_token_ids=eos_token_ids),
     )
-    core = EngineCore(scheduler, runner.execute, max_model_len=max_model_len, seed=model.seed)
+    core = EngineCore(
+        scheduler, runner.execute, max_model_len=max_model_len, seed=model.seed, program=decoder.program
+    )
     info = EngineInfo(
         model=model.model,
         served_model_names=model.served_model_name,
@@ -135,6 +139,26 @@ def build_engine(config: Config, progress: Progress = lambda phase, done, total:
         created_s=int(time.time()),
     )
     return core, info
+
+
+def _load_vocabulary(config: Config) -> Vocabulary:
+    tokenizer = load_model_tokenizer(config)
+    return Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def _warm_up(decoder: Decoder, cache: KvCache, num_groups: int) -> None:
+    """Compute one token, so that the first request finds weights and buffers in memory. Block 0 belongs to nobody."""
+    one = np.zeros(1, np.int32)
+    batch = ForwardBatch(
+        token_ids=one,
+        positions=one,
+        query_starts=np.array([0, 1], np.int32),
+        context_lens=one + 1,
+        block_tables=(np.zeros((1, 1), np.int32),) * num_groups,
+        rope_variants=one,
+        logits_rows=one,
+    )
+    decoder.argmax(decoder.forward(batch, cache), one)
 
 
 def _facts(checkpoint: Checkpoint, spec: DecoderSpec, layers: list[LayerKv]) -> ModelFacts:
@@ -163,7 +187,7 @@ def _cache_identity(checkpoint: Checkpoint, config: Config, spec: DecoderSpec) -
     )
 
 
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(checkpoint: Checkpoint, known: Vocabulary, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends an answer, whoever says so: generation_config.json, config.json or the tokenizer."""
     ids: dict[int, None] = {}
     for source in (checkpoint.generation_config, checkpoint.config):
@@ -174,7 +198,7 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer, vocab_size: int
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise UnsupportedModel(f"eos_token_id is {token_id!r}; token ids are 0 to {vocab_size - 1}.")
             ids[token_id] = None
-    ids.update(dict.fromkeys(tokenizer.eos_token_ids))
+    ids.update(dict.fromkeys(known.eos_token_ids))
     return tuple(ids)
 
 

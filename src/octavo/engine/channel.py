@@ -1,14 +1,17 @@
-"""How messages reach an engine loop and leave it: a ZeroMQ pair between processes, queues within one."""
+"""How messages reach an engine loop and leave it: a socket between processes, queues within one."""
 
 from __future__ import annotations
 
 import queue
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-import zmq
+from octavo.engine.framing import FrameReader, framed
+from octavo.engine.messages import FromEngine, Stop, ToEngine, decode_to_engine, encode
 
-from octavo.engine.messages import FromEngine, ToEngine, decode_to_engine, encode
+_READ_BYTES = 256 * 1024
 
 
 class EngineChannel(Protocol):
@@ -46,25 +49,32 @@ class QueueChannel:
 
 
 class SocketChannel:
-    """For an engine in a process of its own."""
+    """For an engine in a process of its own, over its end of a socket pair.
 
-    def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
+    A client that does not read holds the engine up once the socket's buffer is full. One that has closed its end
+    is taken for one that said stop.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = FrameReader()
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
-        messages = [decode_to_engine(self._socket.recv())] if wait else []
+        messages: list[ToEngine] = []
         while True:
             try:
-                messages.append(decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
+                data = self._socket.recv(_READ_BYTES, 0 if wait and not messages else socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return messages
+            except ConnectionError:
+                data = b""
+            if not data:
+                return [*messages, Stop()]
+            messages += map(decode_to_engine, self._frames.feed(data))
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message))
+        with suppress(ConnectionError):  # the next `receive` tells
+            self._socket.sendall(framed(encode(message)))
 
     def close(self) -> None:
         self._socket.close()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from octavo.backends.ops import Program
 from octavo.batch import RequestUpdate, ScheduledBatch, StepOutput
 from octavo.engine.messages import AddRequest, EngineStats, StepReport
 from octavo.errors import RequestError
@@ -24,9 +25,21 @@ Execute = Callable[[ScheduledBatch], StepOutput]
 
 
 class EngineCore:
-    """Takes requests in, gives step reports out. Not thread-safe, but for `execute`."""
+    """Takes requests in, gives step reports out. Not thread-safe, but for `execute`.
 
-    def __init__(self, scheduler: Scheduler, execute: Execute, *, max_model_len: int, seed: int | None = None) -> None:
+    `program` is the model that `execute` runs, for reports on it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        execute: Execute,
+        *,
+        max_model_len: int,
+        seed: int | None = None,
+        program: Program | None = None,
+    ) -> None:
+        self.program = program
         self._scheduler = scheduler
         self._execute = execute
         self._max_model_len = max_model_len

@@ -85,4 +85,5 @@ class EngineInfo:
     backend: str = ""
     dtype: str = ""
     decisions: tuple[tuple[str, str, str], ...] = ()  # (field, value, why) of resolve()
+    notes: tuple[str, ...] = ()  # lines about the weights: their formats, and what is not exactly the checkpoint's
     created_s: int = 0  # unix time

@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from octavo.config import Config, make_config
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.build import build_engine, load_model_tokenizer
+from octavo.engine.build import build_engine
 from octavo.engine.events import ChoiceDelta, GenerationRequest, TokenDetail
 from octavo.engine.limits import check_limits
-from octavo.engine.messages import AddRequest
+from octavo.engine.messages import AddRequest, Vocabulary
+from octavo.engine.model_files import load_model_tokenizer
 from octavo.engine.output import ChoiceOutput
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.transport import ThreadTransport
@@ -81,7 +82,8 @@ class LLM:
             options["model"] = model
         config = make_config(options)
         self.tokenizer: Tokenizer = load_model_tokenizer(config)
-        self._core, self.info = build_engine(config)
+        known = Vocabulary(self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+        self._core, self.info = build_engine(config, vocabulary=lambda: known)
         self._heeds_priority = config.scheduler.scheduling_policy == "priority"
         self._ids = itertools.count(1)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from octavo.batch import ScheduledBatch, StepOutput
 from octavo.engine.channel import EngineChannel
 from octavo.engine.core import EngineCore
-from octavo.engine.messages import AbortRequests, AddRequest, Reply, ResetPrefixCache, Stop
+from octavo.engine.messages import AbortRequests, AddRequest, Reply, ResetPrefixCache, Stop, Vocabulary
 
 Overlap = Literal["auto", "always", "never"]
 
@@ -18,6 +18,20 @@ Overlap = Literal["auto", "always", "never"]
 # first token. It pays once the host's work is a noticeable share of a step.
 _OVERLAP_SHARE = 0.03
 _SMOOTHING = 0.05
+
+
+class StoppedWhileStarting(Exception):
+    """The client needs this engine no more."""
+
+
+def receive_vocabulary(channel: EngineChannel) -> Vocabulary:
+    """Wait for what the client's tokenizer knows. Raises StoppedWhileStarting when it says stop instead."""
+    while True:
+        for message in channel.receive(wait=True):
+            if isinstance(message, Vocabulary):
+                return message
+            if isinstance(message, Stop):
+                raise StoppedWhileStarting
 
 
 @dataclass(slots=True)

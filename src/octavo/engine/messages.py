@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.batch import RequestUpdate
 from octavo.engine.events import EngineInfo
+from octavo.engine.startup import Phase
 from octavo.request import SamplingParams
 
 
@@ -33,11 +34,18 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", ar
     call_no: int
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary", array_like=True):
+    """What an engine must know of the model's tokenizer, which its client loads: said once, while it starts."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     """End the loop once the step in flight has been committed."""
 
 
-ToEngine = AddRequest | AbortRequests | ResetPrefixCache | Stop
+ToEngine = AddRequest | AbortRequests | ResetPrefixCache | Vocabulary | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading", array_like=True):
@@ -48,6 +56,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading", array_like=True):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     info: EngineInfo
+    phases: tuple[Phase, ...] = ()  # of the engine process' start
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed", array_like=True):

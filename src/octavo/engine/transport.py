@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
-import zmq
-import zmq.asyncio
+from typing import Protocol
 
 from octavo.config import Config
 from octavo.engine.channel import QueueChannel
+from octavo.engine.framing import FrameReader, framed
 from octavo.engine.messages import FromEngine, Loading, Ready, StartFailed, Stop, ToEngine, decode_from_engine, encode
+from octavo.engine.spawn import EngineProcess, spawn_engine
 from octavo.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -49,94 +43,58 @@ class Transport(Protocol):
 
 
 class ProcessTransport:
-    """An engine process, spoken to over a ZeroMQ pair on a private path."""
+    """An engine process, spoken to over a socket pair. `spawned`: one that has been started for it already."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._folder: Path | None = None
+    def __init__(self, spawned: EngineProcess | None = None) -> None:
+        self._engine = spawned
+        self._connection: asyncio.Transport | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._runs_loop = False  # and so reads messages
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, config: Config, on_message: OnMessage, on_exit: OnExit) -> None:
-        self.spawn(config)
-        assert self._socket is not None and self._process is not None
-        self._tasks = [
-            asyncio.create_task(self._receive(self._socket, on_message)),
-            asyncio.create_task(self._watch(self._process, on_exit)),
-        ]
+        engine = self._engine = self._engine or spawn_engine(config)
 
-    def spawn(self, config: Config) -> None:
-        """Start the process. Needs no event loop, so a command can do it before its slower imports."""
-        if self._process is not None:
-            return
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700: nobody else reaches the socket
-        address = f"ipc://{self._folder}/engine"
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.setsockopt(option, 0)
-        self._socket.bind(address)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.process", address], stdin=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        data = msgspec.msgpack.encode(config)
-        self._process.stdin.write(len(data).to_bytes(8, "little") + data)
-        self._process.stdin.flush()  # stays open: its end tells the engine that we are gone
+        def deliver(message: FromEngine) -> None:
+            self._runs_loop = self._runs_loop or isinstance(message, Ready)
+            on_message(message)
+
+        loop = asyncio.get_running_loop()
+        self._connection, _ = await loop.create_unix_connection(lambda: _Receiver(deliver), sock=engine.socket)
+        self._watcher = asyncio.create_task(self._watch(engine.process, on_exit))
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._engine is None else self._engine.process.pid
 
     def send(self, message: ToEngine) -> None:
-        if self._socket is not None:
-            # Sent at once; the asyncio method also looks at what the socket has received meanwhile, which its
-            # edge-triggered descriptor would not tell again. A dead engine is reported by on_exit.
-            sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-            sent.add_done_callback(_ignore_error)
+        data = framed(encode(message))
+        if self._connection is not None and not self._connection.is_closing():
+            self._connection.write(data)  # a dead engine is reported by on_exit
 
     async def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            if process.poll() is None:
-                if self._runs_loop:
-                    self.send(Stop())
-                else:
-                    process.kill()  # nothing is lost while it loads, and it would not hear us
-                await asyncio.to_thread(_end, process)
-            if process.stdin:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        if engine.process.poll() is None:
+            if self._runs_loop:
+                self.send(Stop())
+            else:
+                engine.process.kill()  # nothing is lost while it loads, and it would not hear us
+            await asyncio.to_thread(_end, engine.process)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.abort()
+        engine.close()
+        self._connection = self._watcher = None
         self._runs_loop = False
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._remove_folder()
 
     def kill(self) -> None:
         """End at once, without a loop: for a command that failed before it could `stop`."""
-        process, self._process = self._process, None
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.wait()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    async def _receive(self, socket: zmq.asyncio.Socket, on_message: OnMessage) -> None:
-        while True:
-            data = await socket.recv()
-            self._remove_folder()  # the two are connected: a process that is killed from here on leaves no file
-            message = decode_from_engine(data)
-            self._runs_loop = self._runs_loop or isinstance(message, Ready)
-            on_message(message)
+        if self._engine is not None:
+            self._engine.kill()
+            self._engine = None
 
     async def _watch(self, process: subprocess.Popen[bytes], on_exit: OnExit) -> None:
         code = await asyncio.to_thread(process.wait)
@@ -144,9 +102,14 @@ class ProcessTransport:
         on_exit(f"signal {-code}" if code < 0 else f"exit code {code}")
 
 
-def _ignore_error(sent: asyncio.Future[Any]) -> None:
-    if not sent.cancelled():
-        sent.exception()
+class _Receiver(asyncio.Protocol):
+    def __init__(self, deliver: OnMessage) -> None:
+        self._deliver = deliver
+        self._frames = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.feed(data):
+            self._deliver(decode_from_engine(frame))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -196,13 +159,19 @@ class ThreadTransport:
 
 def _run_engine(config: Config, channel: QueueChannel, on_exit: OnExit) -> None:
     from octavo.engine.build import build_engine
-    from octavo.engine.loop import EngineLoop
+    from octavo.engine.loop import EngineLoop, StoppedWhileStarting, receive_vocabulary
 
     why = "stopped"
     try:
-        core, info = build_engine(config, lambda phase, done, total: channel.send(Loading(phase, done, total)))
+        core, info = build_engine(
+            config,
+            lambda phase, done, total: channel.send(Loading(phase, done, total)),
+            lambda: receive_vocabulary(channel),
+        )
         channel.send(Ready(info))
         EngineLoop(core, channel, overlap="auto" if config.scheduler.async_scheduling else "never").run()
+    except StoppedWhileStarting:
+        pass
     except StartError as error:
         channel.send(StartFailed(str(error)))
     except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,7 +24,7 @@ from octavo.server.openai.chat import create_chat_completion
 from octavo.server.openai.completions import create_completion
 from octavo.server.openai.fields import WARNINGS_HEADER
 from octavo.server.openai.models import get_model, list_models
-from octavo.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
 from octavo.server.openai.tokenize import detokenize, tokenize
 from octavo.server.service import Service
 from octavo.server.wire import JsonResponse
@@ -38,7 +37,7 @@ class ApiRoute:
     method: str
     path: str
     endpoint: Endpoint
-    body: type[BaseModel] | None = None
+    body: type[Strict] | None = None
 
     def bound_to(self, service: Service) -> Route:
         async def handle(request: Request) -> Response:

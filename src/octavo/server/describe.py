@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from pydantic import BaseModel
+import msgspec
 
 import octavo
 
@@ -39,7 +39,7 @@ class DescribedRoute(Protocol):
     @property
     def endpoint(self) -> Any: ...
     @property
-    def body(self) -> type[BaseModel] | None: ...
+    def body(self) -> type[msgspec.Struct] | None: ...
 
 
 def openapi_document(routes: Iterable[DescribedRoute]) -> dict[str, Any]:
@@ -67,9 +67,7 @@ def openapi_document(routes: Iterable[DescribedRoute]) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]
         if route.body is not None:
-            schema = route.body.model_json_schema(ref_template=_SCHEMAS + "{model}")
-            schemas |= schema.pop("$defs", {})
-            schemas[route.body.__name__] = schema
+            schemas |= msgspec.json.schema_components([route.body], ref_template=_SCHEMAS + "{name}")[1]
             reference = {"schema": {"$ref": _SCHEMAS + route.body.__name__}}
             operation["requestBody"] = {"required": True, "content": {"application/json": reference}}
         paths.setdefault(path, {})[route.method.lower()] = operation

@@ -7,19 +7,22 @@ ones that clients send routinely (ignored, and said so in a header), and unknown
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import msgspec
 
 from octavo.errors import InvalidRequest, UnsupportedFeature
+from octavo.server.openai.schema import GenerationBody, Strict
 
 WARNINGS_HEADER = "X-Octavo-Warnings"
 _MAX_NAMED = 16
 _MAX_NAME_CHARS = 64
 _MAX_VALUE_CHARS = 80
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Strict)
 
 # Harmless to ignore: they name the caller, or choose something that this server does not have.
 IGNORED = frozenset(
@@ -146,20 +149,35 @@ _HINTS = {
 def parse_body(model: type[Body], raw: Mapping[str, Any]) -> Body:
     """`raw` as `model`. Raises InvalidRequest naming the first wrong field."""
     try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        raise _invalid(error) from None
+        body = msgspec.convert(raw, model)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), raw) from None
+    _keep_extra(body, raw)
+    return body
 
 
-def check_extra(body: BaseModel, *, strict: bool) -> list[str]:
+def _keep_extra(body: Strict, raw: Mapping[str, Any]) -> None:
+    """Leave the members of `raw` that are no fields in the body's `extra`, and so within it."""
+    names = body.__struct_fields__
+    for name, value in raw.items():
+        if name not in names:
+            body.__dict__[name] = value
+        elif isinstance(field := getattr(body, name), Strict):
+            _keep_extra(field, value)
+        elif isinstance(field, list) and field and isinstance(field[0], Strict):
+            for each, given in zip(field, value, strict=True):
+                _keep_extra(each, given)
+
+
+def check_extra(body: Strict, *, strict: bool) -> list[str]:
     """The names of the fields that will be ignored. Raises for what must not be."""
     ignored: list[str] = []
-    options = getattr(body, "stream_options", None)
-    for name in (options and options.model_extra) or ():
+    options = body.stream_options if isinstance(body, GenerationBody) else None
+    for name in options.extra if options is not None else ():
         if strict:
             refuse_unknown(f"stream_options.{name}")
         ignored.append(f"stream_options.{name}")
-    for name, value in (body.model_extra or {}).items():
+    for name, value in body.extra.items():
         neutral = UNSUPPORTED.get(name)
         if neutral is not None:
             n = getattr(body, "n", None)
@@ -203,29 +221,59 @@ def show(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARS + 2 else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "array": "a list",
+    "object": "an object",
 }
 
+# As msgspec says it: "Expected `int | null`, got `str` - at `$.stop_token_ids[3]`"; "..." stands for an object's key.
+_PLACE = re.compile(r"(?P<problem>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+_WRONG_KIND = re.compile(r"Expected `(?P<kinds>[^`]+)`, got `.*", re.DOTALL)
+_TOO_LONG = re.compile(r"Expected `object` of length <= (?P<limit>\d+)")
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_context=True)[0]
-    param = ".".join(str(part)[:_MAX_NAME_CHARS] for part in first["loc"])
-    kind = first["type"]
-    if kind == "missing":
+
+def _invalid(message: str, raw: Mapping[str, Any]) -> InvalidRequest:
+    place = _PLACE.fullmatch(message)
+    assert place is not None, message
+    problem = place["problem"]
+    kind = _WRONG_KIND.fullmatch(problem)
+    kinds = [_KINDS.get(name, name) for name in kind["kinds"].split(" | ") if name != "null"] if kind else []
+    walked = list(_walk(place["path"] or "", raw))
+    steps = [name[:_MAX_NAME_CHARS] for name, _ in walked]
+    value = walked[-1][1] if walked else raw
+    param = ".".join(steps)
+    if missing := _MISSING.fullmatch(problem):
+        param = ".".join([*steps, missing["name"]])
         return InvalidRequest(f"{param} is required.", param=param, code="missing_field")
-    if kind == "literal_error":
-        expected = first["ctx"]["expected"]
-    elif kind in _EXPECTED:
-        expected = _EXPECTED[kind]
-    else:
-        return InvalidRequest(f"{param} {first['msg']}.", param=param, code="invalid_type")
-    return InvalidRequest(f"{param} must be {expected}, got {show(first['input'])}.", param=param, code="invalid_type")
+    if limit := _TOO_LONG.fullmatch(problem):
+        problem = f"has {len(value)} entries; the limit is {limit['limit']}"
+    elif kinds:
+        problem = f"must be {' or '.join(kinds)}, got {show(value)}"
+    else:  # a number that no float holds
+        problem = f"is refused: {problem[:1].lower()}{problem[1:]}"
+    return InvalidRequest(f"{param} {problem}.", param=param, code="invalid_type")
+
+
+def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The names of the members on the way to what is wrong, each with its value."""
+    for step in _STEP.finditer(path):
+        if step["name"] is not None:
+            name, value = step["name"], value[step["name"]]
+        elif step["index"] is not None:
+            name, value = step["index"], value[int(step["index"])]
+        else:  # the first wrong one of an object of numbers
+            name, value = next((name, each) for name, each in value.items() if not _is_float(each))
+        yield name, value
+
+
+def _is_float(value: object) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(float(value))  # type: ignore[arg-type]
+    except OverflowError:
+        return False

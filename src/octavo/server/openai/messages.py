@@ -67,7 +67,7 @@ async def render_messages(body: TemplateBody, request: Request, service: Service
 
 
 def _checked(message: Message, param: str, ignored: list[str]) -> dict[str, Any]:
-    for name, value in (message.model_extra or {}).items():
+    for name, value in message.extra.items():
         if name not in _EMPTY_FIELDS:
             ignored.append(f"{param}.{name}")
         elif value:

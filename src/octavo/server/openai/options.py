@@ -12,7 +12,8 @@ from octavo.engine.events import EngineInfo
 from octavo.errors import InvalidRequest, UnsupportedFeature
 from octavo.request import MAX_INT, SamplingParams
 from octavo.server.middleware import REQUEST_ID
-from octavo.server.openai.schema import GenerationBody
+from octavo.server.openai.fields import show
+from octavo.server.openai.schema import TRUNCATION_SIDES, GenerationBody
 from octavo.server.service import Service
 
 _MAX_SALT_CHARS = 256
@@ -161,6 +162,12 @@ def _cache_salt(body: GenerationBody) -> str:
 
 
 def _truncation(body: GenerationBody, info: EngineInfo) -> int | None:
+    if body.truncation_side not in (None, *TRUNCATION_SIDES):
+        raise InvalidRequest(
+            f"truncation_side must be 'left' or 'right', got {show(body.truncation_side)}.",
+            param="truncation_side",
+            code="invalid_type",
+        )
     size = body.truncate_prompt_tokens
     if size is None:
         if body.truncation_side is not None:

@@ -6,147 +6,158 @@ checked where their limits are known: in `SamplingParams`, `options` and `prompt
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+import msgspec
+from msgspec import Meta
 
 from octavo.request import MAX_LOGIT_BIAS
 
-_Strings = Annotated[list[str], Field(fail_fast=True)]
-_TokenIds = Annotated[list[int], Field(fail_fast=True)]
-_StringOrStrings = Annotated[
-    _Strings,
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
+TRUNCATION_SIDES = ("left", "right")
+
+_STRING, _INTEGERS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 _Prompt = Annotated[
     Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
+    Meta(
+        description="Text or token ids, one prompt or a list of them.",
+        extra_json_schema={
+            "anyOf": [_STRING, {"type": "array", "items": _STRING}, _INTEGERS, {"type": "array", "items": _INTEGERS}]
+        },
     ),
 ]
 _Content = Annotated[
     Any,
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    Meta(extra_json_schema={"anyOf": [_STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
 ]
+_Biases = Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
-def _few(value: object) -> object:
-    """Refuse a large object before its entries are looked at one by one."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise PydanticCustomError(
-            "too_many", "has {n} entries; the limit is {limit}", {"n": len(value), "limit": MAX_LOGIT_BIAS}
-        )
-    return value
+class Strict(msgspec.Struct, dict=True):
+    """An object of a body; `fields.parse_body` leaves the members that are no fields in `extra`."""
 
-
-_Biases = Annotated[dict[str, float], BeforeValidator(_few)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self.__dict__
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = Field(None, description="Send the usage in one more chunk before [DONE].")
-    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
+    include_usage: Annotated[bool | None, Meta(description="Send the usage in one more chunk before [DONE].")] = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="Send the usage so far in every chunk.")] = None
 
 
 class GenerationBody(Strict):
     """What both endpoints take; defaults are the model's own sampling defaults, else those of `SamplingParams`."""
 
-    model: str | None = Field(None, description="One of the names that /v1/models lists.")
+    model: Annotated[str | None, Meta(description="One of the names that /v1/models lists.")] = None
     max_tokens: int | None = None
-    min_tokens: int | None = Field(None, description="End tokens and stop strings are not heeded before.")
-    n: int | None = Field(None, description="Choices for each prompt; they share the KV of the prompt.")
-    temperature: float | None = Field(None, description="Below 1e-5: greedy.")
-    top_p: float | None = Field(None, description="0 keeps the one best token.")
-    top_k: int | None = Field(None, description="0 and -1: all.")
+    min_tokens: Annotated[int | None, Meta(description="End tokens and stop strings are not heeded before.")] = None
+    n: Annotated[int | None, Meta(description="Choices for each prompt; they share the KV of the prompt.")] = None
+    temperature: Annotated[float | None, Meta(description="Below 1e-5: greedy.")] = None
+    top_p: Annotated[float | None, Meta(description="0 keeps the one best token.")] = None
+    top_k: Annotated[int | None, Meta(description="0 and -1: all.")] = None
     min_p: float | None = None
-    presence_penalty: float | None = Field(None, description="Counts output tokens only.")
-    frequency_penalty: float | None = Field(None, description="Counts output tokens only.")
-    repetition_penalty: float | None = Field(None, description="Counts prompt and output tokens; 1 turns it off.")
+    presence_penalty: Annotated[float | None, Meta(description="Counts output tokens only.")] = None
+    frequency_penalty: Annotated[float | None, Meta(description="Counts output tokens only.")] = None
+    repetition_penalty: Annotated[
+        float | None, Meta(description="Counts prompt and output tokens; 1 turns it off.")
+    ] = None
     seed: int | None = None
-    stop: _StringOrStrings | None = None
-    stop_token_ids: _TokenIds | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: _Biases | None = Field(None, description="Token id to bias, -100 to 100.")
-    allowed_token_ids: _TokenIds | None = None
-    bad_words: _Strings | None = None
-    prompt_logprobs: int | None = Field(None, description="Alternatives for each prompt token.")
+    logit_bias: Annotated[_Biases | None, Meta(description="Token id to bias, -100 to 100.")] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int | None, Meta(description="Alternatives for each prompt token.")] = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(
-        None, description="Keep this many prompt tokens; -1: as many as fit beside max_tokens."
+    truncate_prompt_tokens: Annotated[
+        int | None, Meta(description="Keep this many prompt tokens; -1: as many as fit beside max_tokens.")
+    ] = None
+    truncation_side: Annotated[
+        str | None,
+        Meta(description="Which end of the prompt is cut; default left.", extra_json_schema={"enum": TRUNCATION_SIDES}),
+    ] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Default: true for completions, false for chat.")] = (
+        None
     )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Which end of the prompt is cut; default left."
+    priority: Annotated[int | None, Meta(description="Lower runs first; needs --scheduling-policy priority.")] = None
+    cache_salt: Annotated[str | None, Meta(description="Only requests with the same salt share cached prefixes.")] = (
+        None
     )
-    add_special_tokens: bool | None = Field(None, description="Default: true for completions, false for chat.")
-    priority: int | None = Field(None, description="Lower runs first; needs --scheduling-policy priority.")
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
-    request_id: str | None = Field(None, description="Name of this request; the header X-Request-Id does the same.")
+    request_id: Annotated[
+        str | None, Meta(description="Name of this request; the header X-Request-Id does the same.")
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the answer.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="In logprobs, write tokens as token_id:N.")
+    return_token_ids: Annotated[bool | None, Meta(description="Add prompt_token_ids and token_ids to the answer.")] = (
+        None
+    )
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description="In logprobs, write tokens as token_id:N.")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
 
 
 class CompletionBody(GenerationBody):
-    prompt: _Prompt = Field(None, description="Text or token ids, one prompt or a list of them.")
-    echo: bool | None = Field(None, description="Begin the answer with the prompt.")
-    logprobs: int | None = Field(None, description="Alternatives beside the chosen token; 0 is a value.")
+    prompt: _Prompt = None
+    echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
+    logprobs: Annotated[int | None, Meta(description="Alternatives beside the chosen token; 0 is a value.")] = None
 
 
 class Message(Strict):
     role: str
     content: _Content = None
     name: str | None = None
-    tool_calls: Annotated[list[Any], Field(fail_fast=True)] | None = Field(
-        None, description="Calls that the assistant made before."
-    )
+    tool_calls: Annotated[list[Any] | None, Meta(description="Calls that the assistant made before.")] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
 
-class TemplateBody(Strict):
-    """How messages become a prompt."""
-
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    add_generation_prompt: bool | None = Field(None, description="Default: true, false with continue_final_message.")
-    continue_final_message: bool | None = Field(
-        None, description="Leave the last message open; the answer goes on there."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
-        None, description="For templates that use them."
-    )
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
+_Messages = list[Message] | None
+_Generates = Annotated[bool | None, Meta(description="Default: true, false with continue_final_message.")]
+_Continues = Annotated[bool | None, Meta(description="Leave the last message open; the answer goes on there.")]
+_TemplateKwargs = Annotated[dict[str, Any] | None, Meta(description="Variables for the chat template.")]
+_Documents = Annotated[list[dict[str, Any]] | None, Meta(description="For templates that use them.")]
+_Effort = Annotated[str | None, Meta(description="Handed to the chat template.")]
 
 
-class ChatBody(GenerationBody, TemplateBody):
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens. Default: the room left.")
+class ChatBody(GenerationBody):
+    messages: _Messages = None
+    add_generation_prompt: _Generates = None
+    continue_final_message: _Continues = None
+    chat_template_kwargs: _TemplateKwargs = None
+    documents: _Documents = None
+    reasoning_effort: _Effort = None
+    max_completion_tokens: Annotated[
+        int | None, Meta(description="The newer name of max_tokens. Default: the room left.")
+    ] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="Alternatives for each token; needs logprobs.")
+    top_logprobs: Annotated[int | None, Meta(description="Alternatives for each token; needs logprobs.")] = None
 
 
-class TokenizeBody(TemplateBody):
+class TokenizeBody(Strict):
+    messages: _Messages = None
+    add_generation_prompt: _Generates = None
+    continue_final_message: _Continues = None
+    chat_template_kwargs: _TemplateKwargs = None
+    documents: _Documents = None
+    reasoning_effort: _Effort = None
     model: str | None = None
-    prompt: str | None = Field(None, description="Text, or messages instead.")
-    add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
+    prompt: Annotated[str | None, Meta(description="Text, or messages instead.")] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Default: true for prompt, false for messages.")] = None
     return_token_strs: bool | None = None
 
 
+TemplateBody = ChatBody | TokenizeBody  # what has messages, and says how they become a prompt
+
+
 class DetokenizeBody(Strict):
+    tokens: list[int]
     model: str | None = None
-    tokens: _TokenIds
-    skip_special_tokens: bool | None = Field(None, description="Default: false.")
+    skip_special_tokens: Annotated[bool | None, Meta(description="Default: false.")] = None
