@@ -14,10 +14,10 @@ MODEL ?= smollm2-135m-instruct
 TEST_MODELS := smollm2-135m-instruct gemma3-270m
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: help serve test check static sanitize docs clean
+.PHONY: help serve test check static sanitize sanitize-threads docs clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 serve: $(VENV)/.installed-serve  ## pull MODEL and serve it; ARGS="--port 9000 ..." are passed on
 	$(BIN)/octavo pull $(MODEL)
@@ -44,6 +44,16 @@ sanitize: $(VENV)/.created  ## the extension's tests under the address and undef
 	  . pytest pytest-asyncio pytest-timeout
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	  build/sanitize/bin/python -m pytest tests/backends/native
+
+# Two C++ programs over the team and a plan; the kernels are the portable ones.
+sanitize-threads:  ## the thread team and the plan under the thread sanitizer
+	mkdir -p build/threads
+	for program in team plan; do \
+	  $(CXX) -std=c++20 -O1 -g -fsanitize=thread -ffp-contract=off -pthread -Icsrc -DOCTAVO_ISA=portable -DOCTAVO_BUILDS_portable \
+	    tests/native/$${program}_test.cpp csrc/core/team.cpp \
+	    $$([ $$program = team ] || echo csrc/plan/*.cpp csrc/kernels.cpp csrc/cpu_features.cpp csrc/ops/*.cpp) \
+	    -o build/threads/$${program}_test && build/threads/$${program}_test; \
+	done
 
 docs: $(VENV)/.installed-dev  ## write the generated pages and build the site
 	$(BIN)/python docs/generate.py

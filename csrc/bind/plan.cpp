@@ -320,6 +320,9 @@ void bind_plan(nb::module_& m) {
         .def("__init__",
              [](KvArena* self, const std::string& dtype, int64_t num_blocks, int64_t block_size, int64_t num_layers,
                 int64_t num_kv_heads, int64_t head_dim) {
+                 if (head_dim < 1 || head_dim > kMaxHeadDim) {
+                     throw nb::value_error(("heads of " + std::to_string(head_dim) + " values").c_str());
+                 }
                  const KvLayout layout =
                      make_kv_layout(kv_format_of(dtype), block_size, num_layers, num_kv_heads, head_dim);
                  new (self) KvArena{layout, num_blocks, Memory(num_blocks * layout.block_bytes)};
