@@ -85,7 +85,12 @@ FLAGS = {
         *(flag for flag in SERVER if flag not in ("--host", "--port") and not flag.startswith("--ssl-")),
     ],
     "pull": [*HELP, "--revision", "--quiet"],
-    "info": [*HELP, "--json"],
+    "info": [
+        *HELP,
+        *"--json --plan --config --model --revision --dtype --quantization --act-dtype --max-model-len".split(),
+        *"--rope-scaling --isa --threads --fusion --repack-cache --no-repack-cache --repack-cache-bytes".split(),
+        "--kv-cache-memory-bytes",
+    ],
 }
 
 

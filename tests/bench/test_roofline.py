@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from tests.tiny import VOCAB_SIZE
 
-from octavo.bench.roofline import StepCost, StepRequest, peak_gflop_s, step_cost
+from octavo.backends.step_cost import StepCost, StepRequest
+from octavo.bench.roofline import step_cost
 from octavo.models.registry import build_spec
 from octavo.models.spec import DecoderSpec
 
@@ -101,5 +102,9 @@ class Measured:
     int8_gop_s: float = 600.0
 
 
-def test_the_peak_is_that_of_the_number_format() -> None:
-    assert [peak_gflop_s(Measured(), dtype) for dtype in ("float32", "bfloat16", "float16")] == [100.0, 300.0, 100.0]
+def test_the_floor_is_memory_or_products_each_format_at_its_own_peak() -> None:
+    reads = StepCost(weight_bytes=30e9, kv_bytes=10e9, activation_bytes=1e12, f32_flops=100e9)
+    assert (reads.read_s(Measured()), reads.products_s(Measured()), reads.floor_s(Measured())) == (2.0, 1.0, 2.0)
+    computes = reads + StepCost(bf16_flops=300e9, int8_flops=1200e9)
+    assert computes.flops == 1600e9
+    assert computes.floor_s(Measured()) == computes.products_s(Measured()) == pytest.approx(4.0)

@@ -1,4 +1,4 @@
-"""`octavo info`: what a report of a problem should begin with."""
+"""`octavo info`: what a report of a problem should begin with; with --plan, what a step of a model costs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from octavo import __version__
 from octavo.backends.native.cpu import Cpu, detect_cpu
 from octavo.backends.ops import BackendInfo
 from octavo.backends.registry import BACKENDS, backend_info
-from octavo.cli.flags import Parser
-from octavo.config import GIB, MIB, cache_dir
+from octavo.cli.flags import Parser, add_config_flags, config_from, given_options
+from octavo.config import GIB, MIB, Config, cache_dir
+from octavo.errors import ConfigError
 from octavo.loader.catalogue import pulled_models
 from octavo.machine import Machine, detect_machine
+
+_PLAN_OPTIONS = (
+    *("model", "revision", "dtype", "quantization", "act_dtype", "max_model_len", "rope_scaling", "isa", "threads"),
+    *("fusion", "repack_cache", "repack_cache_bytes", "kv_cache_memory_bytes"),
+)
+_CONTEXT_LEN = 512  # of the steps that are reported, where the model has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +46,48 @@ class Info:
 
 def add_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="load MODEL and show the operators of its plan, what they read and compute, and how fast this machine, "
+        "which is measured, could be",
+    )
+    add_config_flags(parser, _PLAN_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan:
+        print(_plan(config_from(args), as_json=args.json))
+        return 0
+    given = given_options(args)
+    if given or args.config is not None:
+        name = "--config" if not given else "MODEL" if "model" in given else f"--{next(iter(given))}".replace("_", "-")
+        raise ConfigError(f"{name} is for octavo info --plan.")
     info = gather()
     print(msgspec.json.format(msgspec.json.encode(asdict(info))).decode() if args.json else as_text(info))
     return 0
+
+
+def _plan(config: Config, *, as_json: bool) -> str:
+    # Heavy: the machine is told without them.
+    from octavo.backends.native.ops import Program
+    from octavo.backends.native.plan_report import report
+    from octavo.backends.native.roofline import measure
+    from octavo.cli.plan_text import plan_text
+    from octavo.engine.build import build_engine
+
+    # Measured first, while nothing else is in memory.
+    roofline = measure(config.model.threads or detect_machine().num_cores, isa=config.model.isa)
+    core, engine = build_engine(config)
+    if not isinstance(core.program, Program):
+        why = "--enforce-eager makes none" if config.model.enforce_eager else f"backend {engine.backend!r} has none"
+        raise ConfigError(f"--plan shows a plan of the native backend; {why}.")
+    context_len = min(_CONTEXT_LEN, engine.max_model_len)
+    plan = report(core.program, roofline, context_len=context_len, prefill_len=context_len)
+    if not as_json:
+        return plan_text(engine.model, plan, roofline)
+    facts = {"model": engine.model, "plan": asdict(plan), "roofline": asdict(roofline)}
+    return msgspec.json.format(msgspec.json.encode(facts)).decode()
 
 
 def gather() -> Info:

@@ -117,9 +117,7 @@ def build_engine(
         Sampler(vocab_size, config.server.logprobs_mode, ops.sampler_kernels(vocab_size)),
         RequestTable(vocab_size=vocab_size, eos_token_ids=eos_token_ids),
     )
-    core = EngineCore(
-        scheduler, runner.execute, max_model_len=max_model_len, seed=model.seed, program=decoder.program
-    )
+    core = EngineCore(scheduler, runner.execute, max_model_len=max_model_len, seed=model.seed, program=decoder.program)
     info = EngineInfo(
         model=model.model,
         served_model_names=model.served_model_name,

@@ -77,11 +77,15 @@ class Program:
     """What `NativeOps.compile` makes of a forward pass and its head: one call of the extension a step."""
 
     plan: _native.Plan
-    nodes: tuple[Node, ...]  # as fused; for `octavo info --plan`
     num_forward_nodes: int
     hidden: View
     logits_place: tuple[int, int, int]
     has_argmax: bool
+    # For plan_report.py:
+    nodes: tuple[Node, ...]  # as fused
+    fusion: dict[str, int]  # passes that ran, and the nodes that each saved
+    dtype: DType
+    quantizes_activations: bool
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> View:
         """Compute the tokens of a step. What it returns is good until the next one."""
@@ -207,7 +211,11 @@ class NativeOps:
             scores = logits(hidden, rows)
         finally:
             self._recording = None
-        fused = fuse(recorded[:num_forward_nodes], [hidden], self._fusion)
+        fused, saved = recorded[:num_forward_nodes], {}
+        for name in self._fusion:
+            num_before = len(fused)
+            fused = fuse(fused, [hidden], [name])
+            saved[name] = num_before - len(fused)
         head = recorded[num_forward_nodes:]
         lowering = self._lowering()
         lowering.add(fused)
@@ -217,11 +225,14 @@ class NativeOps:
         last = head[-1]
         return Program(
             plan=lowering.plan,
-            nodes=(*fused, *head),
             num_forward_nodes=num_plan_nodes,
             hidden=hidden,
             logits_place=lowering.place(scores),
             has_argmax=isinstance(last, Linear) and len(last.weight.segments) == 1,
+            nodes=(*fused, *head),
+            fusion=saved,
+            dtype=self.dtype,
+            quantizes_activations=self._quantizes_activations,
         )
 
     def _lowering(self) -> Lowering:

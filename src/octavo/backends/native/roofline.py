@@ -94,7 +94,7 @@ def _read_bytes() -> int:
 def _samples(take: Callable[[], Sample], seconds: float) -> list[Sample]:
     """What `take` returns, again and again for so long; the first time only warms up."""
     take()
-    samples = []
+    samples: list[Sample] = []
     end = time.perf_counter() + seconds
     while len(samples) < _FEWEST_SAMPLES or time.perf_counter() < end:
         samples.append(take())
