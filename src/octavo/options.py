@@ -8,7 +8,6 @@ value is refused with the same words everywhere.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -221,5 +220,7 @@ def format_size(size_bytes: int) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean X?' for the nearest of `known`, or nothing when none is near."""
+    import difflib  # only ever needed for a mistake
+
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -149,7 +149,7 @@ def test_a_catalogue_model_is_found_or_fetched(tmp_path, monkeypatch):
         return gguf_file(cache / "models" / name / "gemma-3-270m-q4_k_m.gguf")
 
     said = []
-    monkeypatch.setattr(source, "pull", fake_pull)
+    monkeypatch.setattr("octavo.loader.pull.pull", fake_pull)
     local = resolve("gemma3-270m", tmp_path, fetch=True, notice=said.append)
     assert (local.name, local.format) == ("gemma3-270m", "gguf")
     assert said == ["the terms"]

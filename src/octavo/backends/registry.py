@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -43,12 +42,14 @@ def backend_info(name: str) -> BackendInfo:
             False,
             "PyTorch is not installed: pip install 'octavo[torch]' (without a GPU, a CPU build of it is enough)",
         )
+    from importlib.metadata import version
+
     return BackendInfo(name, True, f"torch {version('torch')}")
 
 
 def available_backends() -> list[str]:
     """The backends that can run here, best first."""
-    return [name for name in BACKENDS if backend_info(name).available]
+    return [name for name in BACKENDS if name == "native" or importlib.util.find_spec("torch") is not None]
 
 
 def create_ops(name: str, *, dtype: DType, num_threads: int, native: NativeOptions = NativeOptions()) -> Ops:

@@ -21,6 +21,7 @@ def load_model_tokenizer(config: Config) -> Tokenizer:
     from octavo.engine.tokenizer import load_tokenizer  # heavy; an engine process does without
 
     model = config.model
-    tokenizer = load_tokenizer(find_model(config).path, model.tokenizer, chat_template=model.chat_template)
+    path, cache = find_model(config).path, cache_dir() / "tokenizers"
+    tokenizer = load_tokenizer(path, model.tokenizer, chat_template=model.chat_template, cache=cache)
     _ = tokenizer.chat_template  # compiled here: a broken template is the operator's to hear of, not a client's
     return tokenizer

@@ -23,14 +23,15 @@ from tokenizers import AddedToken
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ContextLengthExceeded, InvalidRequest, TokenizerError
-from octavo.loader.gguf import GgufFile
-from octavo.loader.gguf_tokenizer import build_tokenizer, surrounding
+from octavo.loader.built_tokenizer import GgufTokenizer, surrounding
 from octavo.loader.json_files import read_text
 from octavo.loader.tokenizer_files import (
     DEFAULT_TEMPLATE,
     MAX_TEMPLATE_BYTES,
     TokenizerFiles,
+    chat_templates_at,
     tokenizer_files_in,
+    tokenizer_files_in_gguf,
     tokenizer_files_of_gguf,
 )
 
@@ -95,8 +96,8 @@ class Tokenizer:
     def from_files(cls, files: TokenizerFiles, chat_templates: Mapping[str, str] | None = None) -> Tokenizer:
         """`chat_templates` replace those of the files."""
         templates = files.chat_templates if chat_templates is None else chat_templates
-        if files.metadata is not None:
-            return cls._from_metadata(files.metadata, templates)
+        if files.gguf is not None:
+            return cls._from_gguf(files.gguf, templates)
         assert files.tokenizer_json is not None, "tokenizer files without a tokenizer"
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
@@ -119,8 +120,7 @@ class Tokenizer:
         return cls.from_files(tokenizer_files_of_gguf(metadata, Path("GGUF metadata")))
 
     @classmethod
-    def _from_metadata(cls, metadata: Mapping[str, Any], chat_templates: Mapping[str, str]) -> Tokenizer:
-        built = build_tokenizer(metadata)
+    def _from_gguf(cls, built: GgufTokenizer, chat_templates: Mapping[str, str]) -> Tokenizer:
         ids = {
             "bos_token": built.bos_token_id,
             "eos_token": built.eos_token_id,
@@ -303,31 +303,40 @@ class TokenReader:
 
 
 def load_tokenizer(
-    path: str | Path, override: str | Path | None = None, chat_template: str | Path | None = None
+    path: str | Path,
+    override: str | Path | None = None,
+    chat_template: str | Path | None = None,
+    *,
+    cache: Path | None = None,
 ) -> Tokenizer:
     """The tokenizer of the model at `path`, a folder or a .gguf file.
 
     `override`: a folder, tokenizer.json or .gguf file to take the tokenizer from instead; the model's chat
-    template stays where that has none. `chat_template`: a file with a template to use instead of any.
+    template stays where that has none. `chat_template`: a file with a template to use instead of any. `cache`: a folder
+    that keeps what GGUF files hold, so that the next time takes less.
     """
-    files = _files_at(Path(path if override is None else override))
+    files = _files_at(Path(path if override is None else override), cache)
     templates = files.chat_templates
     if chat_template is not None:
         file = Path(chat_template)
         templates = {DEFAULT_TEMPLATE: read_text(file, error=TokenizerError, max_bytes=MAX_TEMPLATE_BYTES)}
     elif override is not None and not templates:
-        templates = _files_at(Path(path)).chat_templates
+        templates = chat_templates_at(_model_at(Path(path)))
     return Tokenizer.from_files(files, templates)
 
 
-def _files_at(path: Path) -> TokenizerFiles:
+def _files_at(path: Path, cache: Path | None) -> TokenizerFiles:
+    path = _model_at(path)
+    return tokenizer_files_in_gguf(path, cache=cache) if path.suffix == ".gguf" else tokenizer_files_in(path)
+
+
+def _model_at(path: Path) -> Path:
+    """The folder or .gguf file that `path` means: it may name a tokenizer.json, or the folder around a .gguf file."""
     if path.name == "tokenizer.json":
         path = path.parent
     if path.is_dir() and not (path / "tokenizer.json").exists():
         path = next(iter(sorted(path.glob("*.gguf"))), path)
-    if path.suffix == ".gguf":
-        return tokenizer_files_of_gguf(GgufFile.open(path).metadata, path)
-    return tokenizer_files_in(path)
+    return path
 
 
 def _add_configured_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], file: Path) -> None:

@@ -13,20 +13,30 @@ CHUNK_BYTES = 32 * 1024 * 1024
 SETTLED_S = 2.0  # a file changed more recently could change again within its timestamp's resolution
 
 
+def file_identity(path: Path) -> str:
+    """Changes whenever the file is written or replaced."""
+    stat = path.stat()
+    return f"{path.resolve()}\0{stat.st_size}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+
+
+def has_settled(path: Path) -> bool:
+    """Whether another change would change the file's identity."""
+    stat = path.stat()
+    return time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S
+
+
 def file_digest(path: Path, *, cache: Path | None = None) -> bytes:
     """SHA-256 over the file's size and the SHA-256 of each of its 32 MiB chunks.
 
     `cache` is a folder of results keyed by path, size, inode and modification time; None computes always.
     """
-    stat = path.stat()
-    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
-    entry = cache / hashlib.sha256(identity.encode()).hexdigest() if cache is not None else None
+    entry = cache / hashlib.sha256(file_identity(path).encode()).hexdigest() if cache is not None else None
     if entry is not None and entry.is_file():
         known = entry.read_bytes()
         if len(known) == hashlib.sha256().digest_size:
             return known
-    digest = _digest(path, stat.st_size)
-    if entry is not None and time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S:
+    digest = _digest(path, path.stat().st_size)
+    if entry is not None and has_settled(path):
         with suppress(OSError):  # a read-only or full cache only costs the time to compute it again
             entry.parent.mkdir(parents=True, exist_ok=True)
             draft = entry.with_name(f"{entry.name}.{os.getpid()}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.loader.split_names import split_files
 from octavo.quantization.gguf_blocks import GGUF_TYPES, TYPES_BY_NAME, GgufType, dequantize
 
 MAX_HEADER_BYTES = 256 * 1024 * 1024  # metadata and tensor table
@@ -53,8 +53,6 @@ PLAIN_DTYPES: dict[str, Any] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16,
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
 }  # fmt: skip
-
-SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,17 +153,6 @@ class GgufFile:
         if expected != len(tensors):
             raise CheckpointError(f"{path}: the {len(files)} files hold {len(tensors)} tensors of {expected}.")
         return cls(files[0], files, metadata, tensors)
-
-
-def split_files(path: Path) -> tuple[Path, ...]:
-    """All files of the model that `path` belongs to, by its name: itself alone unless NAME-00001-of-00003.gguf."""
-    match = SPLIT_NAME.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match["count"])
-    if not 1 <= int(match["part"]) <= count <= 10000:
-        raise CheckpointError(f"{path.name} names part {match['part']} of {match['count']}; there is no such part.")
-    return tuple(path.with_name(f"{match['stem']}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1))
 
 
 class _Reader:

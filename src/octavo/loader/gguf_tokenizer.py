@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from octavo.errors import TokenizerError
+from octavo.loader.built_tokenizer import GgufTokenizer, surrounding
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 SPACE: Final = "▁"
@@ -28,20 +29,6 @@ _END_TEXTS: Final = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|>"
     " <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <｜end▁of▁sentence｜>".split(" ")
 )
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTokenizer:
-    """A tokenizer with what a GGUF file says around it."""
-
-    tokenizer: Tokenizer  # adds BOS and EOS as `add_bos` and `add_eos` say
-    bos_token_id: int | None
-    eos_token_id: int | None
-    unk_token_id: int | None
-    pad_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # all that end a turn, `eos_token_id` first
-    add_bos: bool
-    add_eos: bool
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
@@ -94,14 +81,6 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
         add_bos=add_bos,
         add_eos=add_eos,
     )
-
-
-def surrounding(before: Sequence[int], after: Sequence[int]) -> processors.PostProcessor:
-    """Puts token ids before and after each text."""
-    names = {token_id: f"[{token_id}]" for token_id in (*before, *after)}
-    single = [*(f"{names[token_id]}:0" for token_id in before), "$A:0", *(f"{names[token_id]}:0" for token_id in after)]
-    special_tokens = [(name, token_id) for token_id, name in names.items()]
-    return processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import CheckpointError, LoadError
 from octavo.loader.catalogue import CATALOGUE, model_path
-from octavo.loader.checkpoint import Checkpoint
-from octavo.loader.gguf import SPLIT_NAME
-from octavo.loader.gguf_model import open_gguf
-from octavo.loader.pull import Progress, pull
-from octavo.loader.safetensors import open_safetensors
+from octavo.loader.split_names import SPLIT_NAME
 from octavo.options import did_you_mean
+
+if TYPE_CHECKING:
+    from octavo.loader.checkpoint import Checkpoint
+    from octavo.loader.pull import Progress
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ def resolve_source(
         if not target.is_file():
             if not fetch:
                 raise LoadError(f"{name} is not on this machine. Fetch it with: octavo pull {name}")
+            from octavo.loader.pull import pull
+
             pull(name, cache=cache, progress=progress, notice=notice)
         return LocalModel(name, target, "gguf")
     if HUB_ID.fullmatch(name):
@@ -77,8 +79,13 @@ def resolve_source(
 
 def open_checkpoint(local: LocalModel, *, digest_cache: Path | None = None) -> Checkpoint:
     """Map the weights. `digest_cache` is a folder that makes `Checkpoint.fingerprint` free for unchanged files."""
+    # What reads weights needs NumPy; a server that only asks where its model is does not.
     if local.format == "gguf":
+        from octavo.loader.gguf_model import open_gguf
+
         return open_gguf(local.path, digest_cache=digest_cache)
+    from octavo.loader.safetensors import open_safetensors
+
     return open_safetensors(local.path, digest_cache=digest_cache)
 
 

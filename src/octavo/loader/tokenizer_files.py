@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import TokenizerError
-from octavo.loader.gguf import GgufFile
+from octavo.loader.built_tokenizer import GgufTokenizer, kept_tokenizer
 from octavo.loader.json_files import read_json, read_text
-from octavo.loader.source import LocalModel
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024
@@ -18,23 +17,16 @@ DEFAULT_TEMPLATE = "default"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`tokenizer_json` is the file for `tokenizers`; a GGUF model has `metadata` (`tokenizer.ggml.*`) instead.
+    """`tokenizer_json` is the file for `tokenizers`; a GGUF model has what its metadata became instead.
 
     `chat_templates` maps names to Jinja texts: "default", and what else the model offers ("tool_use" ...).
     """
 
     tokenizer_json: Path | None = None
-    metadata: dict[str, Any] | None = None
+    gguf: GgufTokenizer | None = None
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
     special_tokens_map: dict[str, Any] = field(default_factory=dict)
     chat_templates: dict[str, str] = field(default_factory=dict)
-
-
-def tokenizer_files(local: LocalModel) -> TokenizerFiles:
-    """Raises TokenizerError naming the file that is missing or damaged, CheckpointError for a damaged GGUF file."""
-    if local.format == "gguf":
-        return tokenizer_files_of_gguf(GgufFile.open(local.path).metadata, local.path)
-    return tokenizer_files_in(local.path)
 
 
 def tokenizer_files_in(folder: Path) -> TokenizerFiles:
@@ -56,14 +48,47 @@ def tokenizer_files_in(folder: Path) -> TokenizerFiles:
     )
 
 
+def tokenizer_files_in_gguf(path: Path, *, cache: Path | None = None) -> TokenizerFiles:
+    """What the GGUF file holds. `cache` is a folder that makes it cheap for files that were read before.
+
+    Raises CheckpointError for a damaged file, TokenizerError for one without a usable tokenizer.
+    """
+    built, templates = _built(path) if cache is None else kept_tokenizer(path, cache, lambda: _built(path))
+    return TokenizerFiles(gguf=built, chat_templates=templates)
+
+
 def tokenizer_files_of_gguf(metadata: dict[str, Any], path: Path) -> TokenizerFiles:
+    """The same, of metadata that has been read from `path`."""
+    from octavo.loader.gguf_tokenizer import build_tokenizer  # needs NumPy, which a warm cache does without
+
+    return TokenizerFiles(gguf=build_tokenizer(metadata), chat_templates=_templates_of_gguf(metadata, path))
+
+
+def chat_templates_at(path: Path) -> dict[str, str]:
+    """The templates of a model whose tokenizer is not wanted: a folder, or a .gguf file."""
+    if path.suffix == ".gguf":
+        from octavo.loader.gguf import GgufFile
+
+        return _templates_of_gguf(GgufFile.open(path).metadata, path)
+    return _templates_in(path, read_json(path / "tokenizer_config.json", error=TokenizerError, default={}))
+
+
+def _built(path: Path) -> tuple[GgufTokenizer, dict[str, str]]:
+    from octavo.loader.gguf import GgufFile  # needs NumPy too
+
+    files = tokenizer_files_of_gguf(GgufFile.open(path).metadata, path)
+    assert files.gguf is not None
+    return files.gguf, files.chat_templates
+
+
+def _templates_of_gguf(metadata: dict[str, Any], path: Path) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     templates: dict[str, str] = {}
     for key, value in metadata.items():
         if key == prefix or key.startswith(prefix + "."):
             name = key.removeprefix(prefix).removeprefix(".") or DEFAULT_TEMPLATE
             templates[name] = _checked(value, f"{path}: {key}")
-    return TokenizerFiles(metadata=metadata, chat_templates=templates)
+    return templates
 
 
 def _templates_in(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ rope      queries and keys that lie next to each other are rotated in place, at 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -35,14 +36,18 @@ def _activation(nodes: list[Node], kept: frozenset[Buffer]) -> list[Node]:
 
 
 def _into_linear(nodes: list[Node], kept: frozenset[Buffer], *, is_gated: bool) -> list[Node]:
-    makers = _makers(nodes)
+    makers, readers = _makers(nodes), _readers(nodes)
     fused: dict[int, Node | None] = {}
     for i, node in enumerate(nodes):
         if not isinstance(node, Activate) or node.gated != is_gated:
             continue
         at = makers.get(node.x.buffer)
         maker = None if at is None else nodes[at]
-        if not isinstance(maker, Linear) or maker.weight.gated != is_gated or not _is_only_use(nodes, kept, maker.out):
+        if (
+            not isinstance(maker, Linear)
+            or maker.weight.gated != is_gated
+            or not _is_only_use(readers, kept, maker.out)
+        ):
             continue
         assert at is not None
         fused[at], fused[i] = replace(maker, activation=node.kind, gated=is_gated, out=node.out), None
@@ -50,14 +55,14 @@ def _into_linear(nodes: list[Node], kept: frozenset[Buffer], *, is_gated: bool) 
 
 
 def _residual(nodes: list[Node], kept: frozenset[Buffer]) -> list[Node]:
-    makers = _makers(nodes)
+    makers, readers = _makers(nodes), _readers(nodes)
     fused: dict[int, Node | None] = {}
     for i, node in enumerate(nodes):
         if not isinstance(node, Add):
             continue
         at = makers.get(node.y.buffer)
         maker = None if at is None else nodes[at]
-        if not isinstance(maker, Linear) or not _is_only_use(nodes, kept, maker.out):
+        if not isinstance(maker, Linear) or not _is_only_use(readers, kept, maker.out):
             continue
         assert at is not None
         if makers.get(node.x.buffer, -1) > at:
@@ -76,6 +81,7 @@ def _norm(nodes: list[Node], kept: frozenset[Buffer]) -> list[Node]:
 
 
 def _rope(nodes: list[Node], kept: frozenset[Buffer]) -> list[Node]:
+    readers = _readers(nodes)
     fused: dict[int, Node | None] = {}
     moved: dict[Buffer, View] = {}
     for i, (node, following) in enumerate(zip(nodes, nodes[1:], strict=False)):
@@ -85,7 +91,7 @@ def _rope(nodes: list[Node], kept: frozenset[Buffer]) -> list[Node]:
         if q.table is not k.table or q.head_dim != k.head_dim or not k.x.follows(q.x) or q.x.buffer in kept:
             continue
         rotated = (q.x, k.x)
-        if any(view in rotated for later in nodes[i + 2 :] for view in inputs(later)):
+        if any(at >= i + 2 and view in rotated for at, view in readers[q.x.buffer]):
             continue  # somebody still wants them as they were
         both = View(q.x.buffer, q.x.offset, q.x.width + k.x.width, None)
         fused[i], fused[i + 1] = replace(q, x=both, out=both), None
@@ -107,10 +113,19 @@ def _makers(nodes: list[Node]) -> dict[Buffer, int]:
     return {node.out.buffer: i for i, node in enumerate(nodes)}
 
 
-def _is_only_use(nodes: list[Node], kept: frozenset[Buffer], view: View) -> bool:
+def _readers(nodes: list[Node]) -> dict[Buffer, list[tuple[int, View]]]:
+    """Who reads each buffer, and what of it, in order."""
+    readers: dict[Buffer, list[tuple[int, View]]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        for view in inputs(node):
+            readers[view.buffer].append((i, view))
+    return readers
+
+
+def _is_only_use(readers: dict[Buffer, list[tuple[int, View]]], kept: frozenset[Buffer], view: View) -> bool:
     """Whether exactly one node reads the view's buffer, and the whole of it."""
-    readers = [other for node in nodes for other in inputs(node) if other.buffer is view.buffer]
-    return view.buffer not in kept and len(readers) == 1 and readers[0].width == view.width
+    found = readers[view.buffer]
+    return view.buffer not in kept and len(found) == 1 and found[0][1].width == view.width
 
 
 def _apply(nodes: list[Node], fused: dict[int, Node | None]) -> list[Node]:
