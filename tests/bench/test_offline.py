@@ -28,9 +28,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return make_config({**options, "kv_cache_memory_bytes": 4 << 20})
 
 
-def latency(config: Config, roofline: Any = None, **options: Any) -> tuple[dict[str, Any], list[OfflineRun]]:
+def latency(config: Config, measure: Any = None, **options: Any) -> tuple[dict[str, Any], list[OfflineRun]]:
     given = {"input_len": 20, "output_len": 6, "batch_size": 3, "num_iters": 3, "num_iters_warmup": 1, **options}
-    return run_latency(config, LatencyOptions(**given, disable_tqdm=True), roofline)
+    return run_latency(config, LatencyOptions(**given, disable_tqdm=True), measure)
 
 
 def throughput(
@@ -89,9 +89,12 @@ class Measured:
 
 
 def test_latency_is_compared_with_the_measured_roofline(config: Config) -> None:
-    result, _ = latency(config, Measured())
+    result, _ = latency(config, Measured)
     assert result["decode_bandwidth_share"] == pytest.approx(result["decode_gb_s"] / 0.5)
-    assert result["prefill_flop_share"] == pytest.approx(result["prefill_gflop_s"] / 2.0)
+    assert result["prefill_bandwidth_share"] == pytest.approx(result["prefill_gb_s"] / 0.5)
+    for phase in ("prefill", "decode"):
+        assert result[f"{phase}_peak_gflop_s"] == pytest.approx(2.0)
+        assert result[f"{phase}_flop_share"] == pytest.approx(result[f"{phase}_gflop_s"] / 2.0)
     text = as_text(latency_sections(result))
     assert "Share of the measured bandwidth (%)" in text and "Share of the measured peak (%)" in text
 
@@ -105,8 +108,31 @@ def test_bytes_a_second_are_those_of_the_decode_steps(config: Config) -> None:
     assert result["decode_gb_s"] == pytest.approx((5 * weights + sum(kv)) / decode_s / 1e9)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "act_dtype", "peaks"),
+    [
+        ("none", "auto", (2.0, 2.0)),
+        ("int8", "int8", (2.0, 4.0)),
+        ("int4", "int8", (2.0, 4.0)),
+        ("int4", "bf16", (2.0, 2.0)),
+    ],
+)
+def test_every_weight_format_of_the_native_backend_is_compared(
+    config: Config, quantization: str, act_dtype: str, peaks: tuple[float, float]
+) -> None:
+    changes = {"backend": "native", "quantization": quantization, "act_dtype": act_dtype, "repack_cache": False}
+    result, _ = latency(make_config(changes, base=config), Measured, num_iters=1)
+    plain = 2 * (32 * 32 * 3 + 3 * 48 * 32) + 259 * 32
+    value_bytes = result["step_bytes"] / plain
+    assert 4 < value_bytes < 6 if quantization == "none" else value_bytes < 3
+    for phase in ("prefill", "decode"):
+        assert all(result[f"{phase}_{name}"] > 0 for name in ("gb_s", "gflop_s", "bandwidth_share", "flop_share"))
+        assert peaks[0] <= result[f"{phase}_peak_gflop_s"] <= peaks[1]
+        assert (result[f"{phase}_peak_gflop_s"] > 3) == (act_dtype == "int8")
+
+
 def test_answers_of_one_token_have_no_decode(config: Config) -> None:
-    result, _ = latency(config, Measured(), output_len=1, num_iters=1)
+    result, _ = latency(config, Measured, output_len=1, num_iters=1)
     assert result["decode_tokens_per_second"] is None and result["decode_gb_s"] is None
     assert result["confidence_intervals"] == {}
     assert "Decode" in as_text(latency_sections(result))

@@ -16,7 +16,7 @@ from octavo.errors import StartError
 
 
 def test_the_measured_starts_are_those_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = [Start(float(i), i + 1.0, i + 2.0, i * 2**20) for i in (9, 1, 2, 3)]
+    starts = [Start(float(i), i + 1.0, i + 2.0, i * 2**20, i * 0.5) for i in (9, 1, 2, 3)]
     left = iter(starts)
 
     async def start(flags: Sequence[str], headers: Mapping[str, str], timeout_s: float) -> Start:
@@ -32,6 +32,7 @@ def test_the_measured_starts_are_those_after_the_warm_up(monkeypatch: pytest.Mon
     low, high = result["confidence_intervals"]["avg_health_time"]
     assert (low, high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
     assert result["peak_rss_bytes"] == 3 * 2**20
+    assert result["avg_cpu_s"] == pytest.approx(1.0)
     json.dumps(result, allow_nan=False)
 
 
@@ -50,8 +51,8 @@ def test_a_start_that_takes_too_long_is_given_up() -> None:
 
 
 def test_the_table_and_the_plot_have_each_moment() -> None:
-    starts = [Start(0.1, 0.5, 0.7, 2**28)]
-    result = {"num_iters": 1, "confidence_intervals": {}, "peak_rss_bytes": 2**28}
+    starts = [Start(0.1, 0.5, 0.7, 2**28, 1.5)]
+    result = {"num_iters": 1, "confidence_intervals": {}, "peak_rss_bytes": 2**28, "avg_cpu_s": 1.5}
     for name in ("health", "ready", "first_token"):
         result |= {f"avg_{name}_time": 0.5, f"{name}_percentiles": {50: 0.5}}
     text = as_text(startup_sections(result))

@@ -7,22 +7,26 @@ compared with what it must read and compute at least (roofline.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
+from octavo.backends.native.ops import Program
+from octavo.backends.native.plan_report import plan_cost
+from octavo.backends.native.roofline import Roofline
+from octavo.backends.step_cost import StepCost, StepRequest
 from octavo.bench.offline import OfflineRun, TimedLLM
 from octavo.bench.options import LatencyOptions
 from octavo.bench.process_usage import usage_of
 from octavo.bench.prompts import PromptMaker
 from octavo.bench.report import Row, Section, rows
-from octavo.bench.roofline import Roofline, StepCost, StepRequest, peak_gflop_s, step_cost
+from octavo.bench.roofline import step_cost
 from octavo.bench.statistics import confidence_interval, mean, percentile, std
 from octavo.config import Config, dtype_bytes
-from octavo.engine.build import find_model
+from octavo.engine.model_files import find_model
 from octavo.errors import ConfigError, RequestFailed
 from octavo.loader.source import open_checkpoint
 from octavo.models.registry import build_spec
@@ -57,10 +61,11 @@ class Phases:
 
 
 def run_latency(
-    config: Config, options: LatencyOptions, roofline: Roofline | None = None
+    config: Config, options: LatencyOptions, measure_roofline: Callable[[], Roofline] | None = None
 ) -> tuple[dict[str, Any], list[OfflineRun]]:
     """The result, and each measured run. Every run has prompts of its own, so none hits the prefix cache.
 
+    The machine is measured after the runs: the memory for it would count as theirs.
     Raises ConfigError when the batch cannot run as one.
     """
     llm = TimedLLM(config)
@@ -78,7 +83,9 @@ def run_latency(
             raise RequestFailed(f"the batch gave {run.num_output_tokens} tokens, not {wanted}: a request failed.")
         if i >= options.num_iters_warmup:
             runs.append(run)
-    return _result(llm, config, options, runs, roofline), runs
+    result = _result(llm, config, options, runs)
+    roofline = None if measure_roofline is None else measure_roofline()
+    return result | _compared(_Costs(llm, config, options), runs, roofline), runs
 
 
 def latency_sections(result: Mapping[str, Any]) -> list[Section]:
@@ -96,8 +103,11 @@ def latency_sections(result: Mapping[str, Any]) -> list[Section]:
                 (
                     ("prefill_s", "Until every first token (s)", 4, 1),
                     ("prefill_tokens_per_second", "Prompt tokens (1/s)", 1, 1),
+                    ("prefill_gb_s", "Weights and KV read (GB/s)", 2, 1),
+                    ("prefill_bandwidth_share", "Share of the measured bandwidth (%)", 1, 100),
                     ("prefill_gflop_s", "GFLOP/s", 1, 1),
                     ("prefill_flop_share", "Share of the measured peak (%)", 1, 100),
+                    ("prefill_peak_gflop_s", "Measured peak (GFLOP/s)", 1, 1),
                 ),
             ),
         ),
@@ -111,6 +121,7 @@ def latency_sections(result: Mapping[str, Any]) -> list[Section]:
                     ("decode_gb_s", "Weights and KV read (GB/s)", 2, 1),
                     ("decode_bandwidth_share", "Share of the measured bandwidth (%)", 1, 100),
                     ("decode_gflop_s", "GFLOP/s", 1, 1),
+                    ("decode_flop_share", "Share of the measured peak (%)", 1, 100),
                 ),
             ),
         ),
@@ -121,9 +132,9 @@ def latency_sections(result: Mapping[str, Any]) -> list[Section]:
                 (
                     ("peak_rss_bytes", "Peak RSS (MiB)", 1, 1 / 2**20),
                     ("cpu_s_per_1k_output_tokens", "CPU s per 1,000 output tokens", 3, 1),
+                    ("cpu_s_per_1k_tokens", "CPU s per 1,000 tokens", 3, 1),
                     ("step_bytes", "Bytes of a decode step, at least (MB)", 2, 1e-6),
                     ("roofline_read_gb_s", "Measured bandwidth (GB/s)", 2, 1),
-                    ("roofline_gflop_s", "Measured peak (GFLOP/s)", 1, 1),
                 ),
             ),
         ),
@@ -161,9 +172,7 @@ def _check(llm: TimedLLM, options: LatencyOptions) -> None:
         )
 
 
-def _result(
-    llm: TimedLLM, config: Config, options: LatencyOptions, runs: Sequence[OfflineRun], roofline: Roofline | None
-) -> dict[str, Any]:
+def _result(llm: TimedLLM, config: Config, options: LatencyOptions, runs: Sequence[OfflineRun]) -> dict[str, Any]:
     info = llm.info
     phases = [Phases.of(run) for run in runs]
     latencies = [run.duration_s for run in runs]
@@ -173,7 +182,7 @@ def _result(
     decode_steps_ms = [
         1000 * s.duration_s for run, p in zip(runs, phases, strict=True) for s in run.steps[p.num_prefill_steps :]
     ]
-    prefill_s = mean([p.prefill_s for p in phases])
+    prefill_s, cpu_s = mean([p.prefill_s for p in phases]), sum(run.cpu_s for run in runs)
     result: dict[str, Any] = {
         "model_id": config.model.model,
         "backend": info.backend,
@@ -192,31 +201,34 @@ def _result(
         "decode_tokens_per_second": num_decoded / decode_s if num_decoded else None,
         "decode_step_ms": percentile(decode_steps_ms, 50) if decode_steps_ms else None,
         "peak_rss_bytes": usage_of([os.getpid()]).peak_rss_bytes,
-        "cpu_s_per_1k_output_tokens": 1000 * sum(run.cpu_s for run in runs) / num_output_tokens,
+        "cpu_s_per_1k_output_tokens": 1000 * cpu_s / num_output_tokens,
+        "cpu_s_per_1k_tokens": 1000 * cpu_s / sum(run.num_prompt_tokens + run.num_output_tokens for run in runs),
     }
     if len(latencies) > 1:
         interval = confidence_interval(latencies)
         result["confidence_intervals"]["avg_latency"] = [interval.low, interval.high]
-    costs = _Costs(llm, config, options)
-    return result | _compared(costs, info.dtype, prefill_s, decode_s / len(runs) if num_decoded else 0.0, roofline)
+    return result
 
 
 class _Costs:
     """What the batch must read and compute at least, in its prefill and in its decode.
 
-    `knows_bytes` is false for quantized weights that the backend keeps in a form of its own.
+    The plan of the native backend knows it to the byte. The reference backend holds every weight in float32 and
+    multiplies in it; KV is in the dtype. `knows_bytes` is false where the native backend made no plan of weights that
+    it keeps in a form of its own.
     """
 
     def __init__(self, llm: TimedLLM, config: Config, options: LatencyOptions) -> None:
-        checkpoint = open_checkpoint(find_model(config))
-        self._spec = build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
-        info, self._options = llm.info, options
-        quantization = config.model.quantization
-        is_plain = quantization == "none" or (quantization == "auto" and not checkpoint.has_block_types)
-        self.knows_bytes = is_plain or info.backend == "reference"
-        # The reference backend holds every weight in float32, whatever it computes in.
-        self._weight_value_bytes = _FLOAT32_BYTES if info.backend == "reference" else dtype_bytes(info.dtype)
-        self._kv_value_bytes = dtype_bytes(info.dtype)
+        self._options, self._program = options, llm.program
+        self.knows_bytes = True
+        if not isinstance(self._program, Program):
+            checkpoint = open_checkpoint(find_model(config))
+            self._spec = build_spec(checkpoint.config, rope_scaling=config.model.rope_scaling)
+            is_reference, quantization = llm.info.backend == "reference", config.model.quantization
+            is_plain = quantization == "none" or (quantization == "auto" and not checkpoint.has_block_types)
+            self.knows_bytes = is_reference or is_plain
+            self._kv_value_bytes = dtype_bytes(llm.info.dtype)
+            self._weight_value_bytes = _FLOAT32_BYTES if is_reference else self._kv_value_bytes
 
     def prefill(self) -> StepCost:
         n = self._options.input_len
@@ -230,6 +242,8 @@ class _Costs:
         return sum(map(self.decode_step, range(1, self._options.output_len)), StepCost())
 
     def _step(self, requests: Sequence[StepRequest]) -> StepCost:
+        if isinstance(self._program, Program):
+            return plan_cost(self._program, requests)
         return step_cost(
             self._spec,
             requests,
@@ -238,20 +252,32 @@ class _Costs:
         )
 
 
-def _compared(
-    costs: _Costs, dtype: str, prefill_s: float, decode_s: float, roofline: Roofline | None
-) -> dict[str, float | None]:
-    """`decode_s`: of one run; 0 when it has no decode steps."""
-    prefill_gflop_s = costs.prefill().flops / prefill_s / 1e9
-    decode = costs.decode()
-    decode_gb_s = decode.bytes / decode_s / 1e9 if decode_s and costs.knows_bytes else None
+def _compared(costs: _Costs, runs: Sequence[OfflineRun], roofline: Roofline | None) -> dict[str, Any]:
+    phases = [Phases.of(run) for run in runs]
+    prefill_s, decode_s = mean([p.prefill_s for p in phases]), mean([p.decode_s for p in phases])
     return {
         "step_bytes": costs.decode_step(1).bytes if costs.knows_bytes else None,
-        "prefill_gflop_s": prefill_gflop_s,
-        "decode_gb_s": decode_gb_s,
-        "decode_gflop_s": decode.flops / decode_s / 1e9 if decode_s else None,
+        **_phase("prefill", costs.prefill(), prefill_s, costs.knows_bytes, roofline),
+        **_phase("decode", costs.decode(), decode_s, costs.knows_bytes, roofline),
+        "roofline": None if roofline is None else asdict(roofline) | {"read_gb_s": roofline.read_gb_s},
         "roofline_read_gb_s": None if roofline is None else roofline.read_gb_s,
-        "roofline_gflop_s": None if roofline is None else peak_gflop_s(roofline, dtype),
-        "prefill_flop_share": None if roofline is None else prefill_gflop_s / peak_gflop_s(roofline, dtype),
-        "decode_bandwidth_share": None if roofline is None or decode_gb_s is None else decode_gb_s / roofline.read_gb_s,
+    }
+
+
+def _phase(
+    name: str, cost: StepCost, taken_s: float, knows_bytes: bool, roofline: Roofline | None
+) -> dict[str, float | None]:
+    """A share is the time that the machine would need at least, over the time taken: each number format at its peak.
+
+    `taken_s` is 0 where a run has no such phase.
+    """
+    has_bytes = bool(taken_s) and knows_bytes
+    return {
+        f"{name}_gb_s": cost.bytes / taken_s / 1e9 if has_bytes else None,
+        f"{name}_gflop_s": cost.flops / taken_s / 1e9 if taken_s else None,
+        f"{name}_bandwidth_share": cost.read_s(roofline) / taken_s if roofline is not None and has_bytes else None,
+        f"{name}_flop_share": cost.products_s(roofline) / taken_s if roofline is not None and taken_s else None,
+        f"{name}_peak_gflop_s": cost.flops / cost.products_s(roofline) / 1e9
+        if roofline is not None and taken_s
+        else None,
     }

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.backends.ops import Program
 from octavo.config import Config
 from octavo.engine.llm import LLM, Prompt, RequestOutput
 from octavo.engine.output import ChoiceOutput
@@ -50,6 +51,11 @@ class TimedLLM(LLM):
         sections = (config.model, config.cache, config.scheduler, config.server)
         super().__init__(**{f.name: getattr(part, f.name) for part in sections for f in dataclasses.fields(part)})
         self.steps: list[Step] = []
+
+    @property
+    def program(self) -> Program | None:
+        """The model, as its backend compiled it."""
+        return self._core.program
 
     def run(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], *, use_tqdm: bool) -> OfflineRun:
         """Raises InvalidRequest for what does not fit into the model's context."""

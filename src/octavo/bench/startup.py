@@ -41,6 +41,7 @@ class Start:
     ready_s: float
     first_token_s: float  # over HTTP, of a request sent when the server was ready
     peak_rss_bytes: int  # of its processes together, by then
+    cpu_s: float  # the same
 
 
 def run_startup(
@@ -62,6 +63,7 @@ def run_startup(
         if len(times) > 1:
             interval = confidence_interval(times)
             result["confidence_intervals"][f"avg_{name}_time"] = [interval.low, interval.high]
+    result["avg_cpu_s"] = mean([start.cpu_s for start in starts])
     return result | {"peak_rss_bytes": max(start.peak_rss_bytes for start in starts)}, starts
 
 
@@ -72,6 +74,7 @@ def startup_sections(result: Mapping[str, Any]) -> list[Section]:
         shown = "" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
         rows.append(Row(f"{label}: mean (s)", f"{result[f'avg_{name}_time']:.3f}", shown))
         rows.append(Row(f"{label}: median (s)", f"{result[f'{name}_percentiles'][50]:.3f}"))
+    rows.append(Row("CPU time until then (s)", f"{result['avg_cpu_s']:.2f}"))
     rows.append(Row("Peak RSS (MiB)", f"{result['peak_rss_bytes'] / 2**20:.1f}"))
     return [Section(f"{result['num_iters']} starts", rows)]
 
@@ -109,7 +112,7 @@ async def _start(serve_flags: Sequence[str], headers: Mapping[str, str], timeout
         usage = usage_of([process.pid])
     if record.error:
         raise StartError(f"the first request failed: {record.error}")
-    return Start(health_s, ready_s, record.start_s + record.ttft_s - began_s, usage.peak_rss_bytes)
+    return Start(health_s, ready_s, record.start_s + record.ttft_s - began_s, usage.peak_rss_bytes, usage.cpu_s)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ from octavo.bench.options import LatencyOptions
 from octavo.cli.bench_flags import add_bench_flags, check_outputs, options_from, show, write_outputs
 from octavo.cli.flags import Parser, add_config_flags, config_from
 from octavo.config import all_options
+from octavo.machine import detect_machine
 
 
 def add_flags(parser: Parser) -> None:
@@ -19,9 +20,11 @@ def run(args: argparse.Namespace) -> int:
     config, options = config_from(args), options_from(LatencyOptions, args)
     check_outputs(options.html, options.output_json)
     # Heavy: --help and mistakes in flags answer without them.
+    from octavo.backends.native.roofline import measure
     from octavo.bench.latency import latency_figures, latency_sections, run_latency
 
-    result, runs = run_latency(config, options)
+    threads = config.model.threads or detect_machine().num_cores
+    result, runs = run_latency(config, options, lambda: measure(threads, isa=config.model.isa))
     sections = latency_sections(result)
     show(sections)
     title = f"octavo bench latency: {config.model.model}"
