@@ -9,6 +9,7 @@ import pytest
 from tests.tiny import save_tiny_llama
 
 from octavo import __version__
+from octavo.backends.native.cpu import detect_cpu
 from octavo.backends.registry import BACKENDS
 from octavo.cli import info
 from octavo.cli.main import main
@@ -89,6 +90,14 @@ def test_what_has_no_plan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text("enforce-eager = true\n")
     assert main([*PLAN, str(model), "--config", str(file)]) == 2
     assert "--plan shows a plan of the native backend; --enforce-eager makes none." in capsys.readouterr().err
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [isa for isa in ("avx2", "avx512", "amx") if isa not in detect_cpu().isas]
+    if not missing:
+        pytest.skip("this processor has every instruction set")
+    assert main([*PLAN, str(save_tiny_llama(tmp_path / "tiny")), "--isa", missing[0]]) == 2
+    assert f"--isa {missing[0]}: this processor runs portable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,11 @@ def _plan(config: Config, *, as_json: bool) -> str:
     from octavo.cli.plan_text import plan_text
     from octavo.engine.build import build_engine
 
-    # Measured first, while nothing else is in memory.
-    roofline = measure(config.model.threads or detect_machine().num_cores, isa=config.model.isa)
     core, engine = build_engine(config)
     if not isinstance(core.program, Program):
         why = "--enforce-eager makes none" if config.model.enforce_eager else f"backend {engine.backend!r} has none"
         raise ConfigError(f"--plan shows a plan of the native backend; {why}.")
+    roofline = measure(config.model.threads or detect_machine().num_cores, isa=config.model.isa)
     context_len = min(_CONTEXT_LEN, engine.max_model_len)
     plan = report(core.program, roofline, context_len=context_len, prefill_len=context_len)
     if not as_json:

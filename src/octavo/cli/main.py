@@ -28,7 +28,7 @@ COMMANDS = {
     "bench latency": ("[MODEL] [options]", "Measure one batch in this process, against what the machine could do."),
     "bench startup": ("[MODEL] [options]", "Measure how long a server takes to start."),
     "pull": ("[NAME ...] [options]", "Fetch models by name, or list the catalogue."),
-    "info": ("[options]", "Show what this machine has, or with --plan MODEL what a step of a model costs on it."),
+    "info": ("[--plan [MODEL]] [options]", "Show what this machine has; with --plan, what a model costs on it."),
 }
 
 
