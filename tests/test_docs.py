@@ -109,4 +109,4 @@ def test_the_pin_of_torch_is_the_same_everywhere() -> None:
     (pin,) = [requirement for requirement in dev if requirement.startswith("torch==")]
     version = pin.removeprefix("torch==")
     assert f"TORCH := {version}\n" in (ROOT / "Makefile").read_text()
-    assert f"pip install torch=={version} " in TEXT["README.md"]
+    assert f"`pip install torch=={version}`" in TEXT["README.md"]

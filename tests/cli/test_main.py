@@ -42,7 +42,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["info", "--jsno"],
             "octavo: error: octavo info has no --jsno; did you mean --json? (see octavo info --help).\n",
         ),
-        (["info", "extra"], "octavo: error: unrecognized arguments: extra (see octavo info --help).\n"),
+        (["info", "a", "b"], "octavo: error: unrecognized arguments: b (see octavo info --help).\n"),
         (
             ["serve", "--port", "x"],
             "octavo: error: --port is x; it must be an integer of at least 0 and at most 65535.\n",
