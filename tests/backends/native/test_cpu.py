@@ -38,5 +38,5 @@ def test_the_processor_has_a_name() -> None:
 
 def test_the_type_stub_names_exactly_what_the_extension_holds() -> None:
     stub = Path(inspect.getfile(detect_cpu)).parents[2] / "_native.pyi"
-    typed = set(re.findall(r"^def (\w+)", stub.read_text(), re.MULTILINE))
+    typed = set(re.findall(r"^(?:def |class )?([A-Za-z]\w*)(?:\(|:)", stub.read_text(), re.MULTILINE))
     assert typed == {name for name in dir(_native) if not name.startswith("_")}
