@@ -47,7 +47,9 @@ from octavo.backends.ops import (
     WeightKind,
     best_columns,
 )
+from octavo.errors import ConfigError, UnsupportedModel
 
+MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/ops/attention.h
 _NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -157,7 +159,10 @@ class NativeOps:
     ) -> None:
         self.dtype: DType = dtype
         self._isa = isa
-        self._team = _native.Team(num_threads)
+        try:
+            self._team = _native.Team(num_threads)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigError(f"--threads is {num_threads}: they cannot be started ({error}). Lower it.") from None
         self._quantizes_activations = quantizes_activations
         self._enforce_eager = enforce_eager
         self._fusion = tuple(fusion)
@@ -183,14 +188,25 @@ class NativeOps:
     def kv_cache(
         self, *, num_blocks: int, block_size: int, layers_per_block: int, num_kv_heads: int, head_dim: int
     ) -> KvCache:
-        return NativeKvCache(
-            dtype=self.dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            layers_per_block=layers_per_block,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )
+        if head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModel(
+                f"attention heads of {head_dim} values; the native backend has kernels for up to "
+                f"{MAX_HEAD_DIM}. Use --backend reference."
+            )
+        try:
+            return NativeKvCache(
+                dtype=self.dtype,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                layers_per_block=layers_per_block,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+            )
+        except MemoryError:
+            raise ConfigError(
+                f"the system does not give the memory for a KV cache of {num_blocks} blocks of {block_size} tokens. "
+                "Lower --kv-cache-memory-bytes."
+            ) from None
 
     # -- programs --------------------------------------------------------------------------------------
     def compile(
