@@ -3,11 +3,15 @@
 The worker keeps a row per request (its token ids, sampling state) from `NewRow` until the id appears in
 `freed_request_ids`; it appends the tokens that it samples itself. So a batch may be planned while the one
 before it still runs: a scheduled range may end in a token that the scheduler does not know yet.
+
+What a step makes by the hundred is a `Struct`: a tenth of the time that a frozen dataclass takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.request import SamplingParams
 
@@ -27,8 +31,7 @@ class NewRow:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute the KV of tokens [start, start + num_tokens) of one request, and sample if that is its end.
 
     The tokens are those of the worker's row; the last `len(draft_token_ids)` of the range are the drafts.
@@ -59,8 +62,7 @@ class ScheduledBatch:
         return sum(request.num_tokens for request in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, of the raw model distribution unless the server was told otherwise."""
 
     token_id: int  # the token that stands there
@@ -82,8 +84,7 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict)  # request id -> why this request alone cannot go on
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a commit changed for one request, for whoever listens to it."""
 
     request_id: int

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from octavo.errors import CheckpointError, LoadError
-from octavo.loader import source
 from octavo.loader.source import LocalModel, open_checkpoint, resolve_source
 
 

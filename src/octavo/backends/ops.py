@@ -245,6 +245,10 @@ class Ops(Protocol):
         """A host view or copy of x."""
         ...
 
+    def weight_report(self) -> list[str]:
+        """Lines for the operator about the weights loaded so far: their formats, and what is not exactly theirs."""
+        ...
+
     def sampler_kernels(self, vocab_size: int) -> SamplerKernels | None:
         """Kernels that sample among `vocab_size` tokens; None where NumPy has to (`sampling.numpy_kernels`)."""
         ...

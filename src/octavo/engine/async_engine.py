@@ -33,6 +33,7 @@ from octavo.engine.output import ChoiceOutput
 from octavo.engine.startup import Phase
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.transport import Transport
+from octavo.engine.wakeup import Wakeup
 from octavo.errors import InvalidRequest, OctavoError, RequestFailed, StartError, Unavailable
 from octavo.metrics import Metrics, RequestTimeline
 from octavo.request import FinishReason
@@ -59,7 +60,7 @@ class _Live:
     num_queued: int
     deltas: deque[ChoiceDelta] = field(default_factory=deque)
     error: OctavoError | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Wakeup = field(default_factory=Wakeup)
 
     def put(self, delta: ChoiceDelta) -> None:
         self.deltas.append(delta)
@@ -184,13 +185,13 @@ class AsyncEngine:
         live = self._admit(request)
         try:
             while True:
+                live.changed.clear()
                 while live.deltas:
                     yield live.deltas.popleft()
                 if live.error is not None:
                     raise live.error
                 if live.num_open == 0:
                     return
-                live.changed.clear()
                 await live.changed.wait()
         finally:
             self._forget(live)

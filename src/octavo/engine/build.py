@@ -134,6 +134,7 @@ def build_engine(
         backend=model.backend,
         dtype=dtype,
         decisions=tuple((line.field, line.value, line.why) for line in decisions),
+        notes=tuple(ops.weight_report()),
         created_s=int(time.time()),
     )
     return core, info

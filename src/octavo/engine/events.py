@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.request import SamplingParams
 
 
@@ -23,8 +25,7 @@ class GenerationRequest:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TopToken:
+class TopToken(msgspec.Struct, frozen=True, gc=False):
     """One alternative at a position."""
 
     token_id: int
@@ -33,8 +34,7 @@ class TopToken:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDetail:
+class TokenDetail(msgspec.Struct, frozen=True, gc=False):
     """One token with its log-probability and where its text stands."""
 
     token_id: int
@@ -46,8 +46,7 @@ class TokenDetail:
     top: tuple[TopToken, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):
     """What is new for one choice. Deltas of a choice come in order; the one with a finish reason is its last.
 
     Concatenated `text` is the choice's text: stop strings are cut, what could begin one is held back until

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from octavo.engine.client import EngineClient
 from octavo.engine.events import ChoiceDelta, GenerationRequest, TokenDetail

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.events import ChoiceDelta
+from octavo.engine.wakeup import Wakeup
 from octavo.errors import RequestError, Unavailable
 from octavo.server.failure import error_event, internal_error
 from octavo.server.middleware import CLIENT_GONE_STATUS
@@ -63,7 +64,7 @@ class EventStream(Response):
         self._keep_alive_s = service.config.server.sse_keep_alive_s
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._changed = asyncio.Event()
+        self._changed = Wakeup()
         self._error: RequestError | None = None
         self._has_begun = False
         self._last_write_s = 0.0

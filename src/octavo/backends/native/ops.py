@@ -363,6 +363,9 @@ class NativeOps:
         values = _values(x)
         return values if x.heads is None else values.reshape(len(values), x.heads, -1)
 
+    def weight_report(self) -> list[str]:
+        return self._weights.report()
+
     def sampler_kernels(self, vocab_size: int) -> NativeSampler:
         return NativeSampler(self._team, vocab_size, isa=self._isa)
 

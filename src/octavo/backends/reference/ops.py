@@ -201,6 +201,10 @@ class ReferenceOps:
     def to_numpy(self, x: torch.Tensor) -> np.ndarray:
         return np.asarray(x.float().cpu().numpy())
 
+    def weight_report(self) -> list[str]:
+        """Nothing: every weight is its checkpoint's, in float32."""
+        return []
+
     def sampler_kernels(self, vocab_size: int) -> None:
         """None: the definition of sampling is NumPy's."""
 
