@@ -70,22 +70,27 @@ class EngineLoop:
                     return
                 host_start = time.perf_counter()
                 batch = None if self._stopping or (in_flight and not self._plans_ahead) else self._core.plan()
-                submitted = (batch, worker.submit(self._execute, batch)) if batch else None
                 if in_flight is None:
-                    if submitted is None:
+                    if batch is None:
                         if aborted or self._core.has_work:
                             self._channel.send(self._core.report_idle())
-                        continue
-                    in_flight, submitted = submitted, None
-                    if self._plans_ahead:
-                        continue
+                    elif self._plans_ahead:
+                        in_flight = batch, worker.submit(self._execute, batch)
+                    else:  # nothing happens meanwhile, so that another thread would only cost its wakeups
+                        host_s = time.perf_counter() - host_start
+                        self._commit(batch, *self._execute(batch), host_s)
+                    continue
+                following = None if batch is None else (batch, worker.submit(self._execute, batch))
                 host_s = time.perf_counter() - host_start
                 planned, future = in_flight
-                output, execute_s = future.result()
-                host_start = time.perf_counter()
-                self._channel.send(self._core.commit(planned, output))
-                self._times.note(host_s + time.perf_counter() - host_start, execute_s)
-                in_flight = submitted
+                self._commit(planned, *future.result(), host_s)
+                in_flight = following
+
+    def _commit(self, batch: ScheduledBatch, output: StepOutput, execute_s: float, host_s: float) -> None:
+        """Record the step and report it. `host_s` went into planning beside it."""
+        start = time.perf_counter()
+        self._channel.send(self._core.commit(batch, output))
+        self._times.note(host_s + time.perf_counter() - start, execute_s)
 
     @property
     def _plans_ahead(self) -> bool:
