@@ -296,18 +296,18 @@ def test_a_request_can_be_watched_and_ended(client: httpx.Client) -> None:
 
 def test_a_terminated_server_finishes_what_runs_and_leaves_no_process(serve: Serve, tmp_path: Path) -> None:
     """SCH-07. Leaving `serve` sends SIGTERM and waits for exit code 0."""
-    body = {"prompt": "drain", "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": "drain", "max_tokens": 200, "n": 4, "ignore_eos": True}
     with ThreadPoolExecutor(8) as pool:
         with serve(save_tiny_llama(tmp_path / "tiny"), *FLAGS) as url:
             engine = _engine_pid(url)
             client = httpx.Client(base_url=url, headers=HEADERS, timeout=60, trust_env=False)
             running = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
             while gauges(client)["vllm:num_requests_running"] < 8:
-                time.sleep(0.01)
+                assert not all(future.done() for future in running), "all ended before they were seen together"
         answers = [future.result(60) for future in running]
         client.close()
     assert [answer.status_code for answer in answers] == [200] * 8
-    assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
+    assert all(answer.json()["usage"]["completion_tokens"] == 4 * 200 for answer in answers)
     assert not Path(f"/proc/{engine}").exists()
 
 

@@ -43,14 +43,16 @@ def _serve(config: Config, spawned: EngineProcess, clock: StartupClock) -> int:
     from octavo.engine.transport import ProcessTransport
     from octavo.server.run import new_event_loop, serve
 
+    listening = asyncio.Event()
+
     def on_listening(url: str) -> None:
         _print(f"listening on {url}")
-        clock.begin("waiting for engine, tokenizer")
+        clock.begin("tokenizer, waiting for the engine")
+        listening.set()
 
     async def main() -> int:
         clock.begin("listening")
         engine = AsyncEngine(config, ProcessTransport(spawned), lambda: load_model_tokenizer(config))
-        await engine.start()
         serving = asyncio.create_task(serve(engine, config, on_listening=on_listening))
         ready = asyncio.create_task(_announce(engine, config))
         try:
@@ -65,6 +67,9 @@ def _serve(config: Config, spawned: EngineProcess, clock: StartupClock) -> int:
             await engine.close()
 
     async def _announce(engine: AsyncEngine, config: Config) -> None:
+        # Reading a tokenizer holds up everything else in this process, and /health is to answer before it.
+        await listening.wait()
+        await engine.start()
         try:
             info = await engine.wait_ready(config.server.engine_start_timeout_s)
         except TimeoutError:

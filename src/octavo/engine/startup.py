@@ -43,7 +43,7 @@ def startup_report(processes: Sequence[tuple[str, Sequence[Phase]]]) -> list[str
     for name, phases in processes:
         wall_s, cpu_s = sum(phase.wall_s for phase in phases), sum(phase.cpu_s for phase in phases)
         for phase in (*phases, Phase("total", wall_s, cpu_s)):
-            lines.append(f"startup {name}: {phase.name:<30} {phase.wall_s:7.3f} s {phase.cpu_s:7.3f} s of CPU")
+            lines.append(f"startup {name}: {phase.name:<34} {phase.wall_s:7.3f} s {phase.cpu_s:7.3f} s of CPU")
     return lines
 
 
