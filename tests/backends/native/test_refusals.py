@@ -33,9 +33,18 @@ def test_a_kv_cache_that_the_system_does_not_give_is_a_config_error() -> None:
         ops.kv_cache(num_blocks=10**12, head_dim=64, **KV)
 
 
-def test_threads_that_cannot_be_started_are_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="--threads is 2000000000.*Lower it"):
-        NativeOps(dtype="float32", num_threads=2_000_000_000)
+def test_threads_beyond_the_limit_or_that_cannot_be_started_are_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="--threads is 100000; .* at most 1024"):
+        NativeOps(dtype="float32", num_threads=100_000)
+
+    def refuse(num_threads: int) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(_native, "Team", refuse)
+    with pytest.raises(ConfigError, match="--threads is 900: they cannot be started .*Lower it"):
+        NativeOps(dtype="float32", num_threads=900)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from octavo.backends.ops import (
 )
 from octavo.errors import ConfigError, UnsupportedModel
 
+MAX_THREADS = 1024
 MAX_HEAD_DIM = 256  # kMaxHeadDim of csrc/ops/attention.h
 _NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -159,6 +160,8 @@ class NativeOps:
     ) -> None:
         self.dtype: DType = dtype
         self._isa = isa
+        if num_threads > MAX_THREADS:
+            raise ConfigError(f"--threads is {num_threads}; the native backend runs at most {MAX_THREADS}.")
         try:
             self._team = _native.Team(num_threads)
         except (MemoryError, RuntimeError) as error:
