@@ -62,6 +62,7 @@ def create_ops(name: str, *, dtype: DType, num_threads: int, native: NativeOptio
 
 def _native_ops(dtype: DType, num_threads: int, options: NativeOptions) -> Ops:
     from octavo.backends.native.ops import NativeOps
+    from octavo.backends.native.self_check import best_isa, probe
 
     isas = detect_cpu().isas
     if options.isa != "auto" and options.isa not in isas:
@@ -69,7 +70,7 @@ def _native_ops(dtype: DType, num_threads: int, options: NativeOptions) -> Ops:
     return NativeOps(
         dtype=dtype,
         num_threads=num_threads,
-        isa=options.isa,
+        isa=best_isa(isas, probe) if options.isa == "auto" else options.isa,
         quantization=options.quantization,
         quantizes_activations=options.quantizes_activations,
         enforce_eager=options.enforce_eager,
