@@ -45,10 +45,9 @@ def main() -> int:
         if parted is None:
             num_equal += 1
             continue
-        choices = reference.logprobs[parted]
-        other = choices.get(native.token_ids[parted])
-        best = choices[reference.token_ids[parted]].logprob
-        gaps.append(float("inf") if other is None else best - other.logprob)
+        detail = reference.logprobs[parted]
+        others = {choice.token_id: choice.logprob for choice in detail.top}
+        gaps.append(detail.logprob - others.get(native.token_ids[parted], float("-inf")))
     print(f"{num_equal} of {len(prompts)} answers of {args.max_tokens} tokens are equal ({args.dtype})")
     if gaps:
         print(f"gaps where the others part: {', '.join(f'{gap:.4f}' for gap in sorted(gaps))}")
