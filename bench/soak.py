@@ -77,7 +77,9 @@ def main() -> None:
     seen = dict.fromkeys(("finished", "hung up", "cut", "refused", "errors"), 0)
     memory_mib: list[float] = []
     trouble = []
-    with server(args.model, "--max-num-seqs", "32", "--max-queued-requests", "1000", *options) as url:
+    # A small cache is soon touched whole: what grows after that is a leak.
+    limits = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "64MiB", "--max-num-seqs", "32")
+    with server(args.model, *limits, "--max-queued-requests", "1000", *options) as url:
         for _ in range(args.rounds):
             asyncio.run(load(url, args.clients, args.requests // args.rounds, seen))
             deadline = time.monotonic() + 5
