@@ -29,22 +29,28 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+# Two layers, untied head.
+LLAMA_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
 def save_tiny_llama(folder: Path, *, seed: int = 0, scale: float = 0.3, **changes: Any) -> Path:
     """Write the model into `folder`; `changes` are config.json keys. A larger `scale` makes sharper distributions."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "vocab_size": VOCAB_SIZE,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
+        **LLAMA_CONFIG,
         "eos_token_id": EOS_TOKEN_ID,
         "torch_dtype": "float32",
         **changes,

@@ -6,29 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import LLAMA_CONFIG, VOCAB_SIZE
 
 from octavo.backends.step_cost import StepCost, StepRequest
 from octavo.bench.roofline import step_cost
 from octavo.models.registry import build_spec
 from octavo.models.spec import DecoderSpec
 
-# Two layers, E = 32, F = 48, H = 4, K = 2, D = 8, untied head.
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCAB_SIZE,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+# LLAMA_CONFIG: two layers, E = 32, F = 48, H = 4, K = 2, D = 8, untied head.
 MATRICES = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 48 * 32)  # q, k and v, output, MLP
 HEAD = VOCAB_SIZE * 32
 NORMS = (2 * 2 + 1) * 32
@@ -36,7 +21,7 @@ NORMS = (2 * 2 + 1) * 32
 
 @pytest.fixture(scope="module")
 def spec() -> DecoderSpec:
-    return build_spec(CONFIG)
+    return build_spec(LLAMA_CONFIG)
 
 
 def cost(spec: DecoderSpec, *requests: tuple[int, int], weight_bytes: float = 2, kv_bytes: float = 2) -> StepCost:
