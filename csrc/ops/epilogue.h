@@ -138,9 +138,6 @@ static inline void choose_best_of(const LinearArgs& args, int64_t first) {
 }
 
 // After all panels are finished.
-static inline void choose_best(const LinearArgs& args) {
-    for (int64_t row = 0; row < args.rows; row += kBestRows) choose_best_of(args, row);
-}
 static inline void choose_best(const LinearArgs& args, Team& team) {
     team.each((args.rows + kBestRows - 1) / kBestRows, [&](int64_t chunk, int) { choose_best_of(args, chunk * kBestRows); });
 }

@@ -63,6 +63,10 @@ Isa = Literal["avx2", "avx512", "amx"]
 XCR0 = {"avx2": 0x07, "avx512": 0xE7, "amx": 0xE7}
 SAPPHIRE_RAPIDS = 30  # its place in Bochs' cpudb.h
 
+# What CMakeLists.txt compiles the kernels of these instruction sets with.
+KERNEL_FLAGS = {"avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni".split()}
+KERNEL_FLAGS["amx"] = [*KERNEL_FLAGS["avx512"], *"-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split()]
+
 
 class Unavailable(Exception):
     """Why nothing can be emulated here."""

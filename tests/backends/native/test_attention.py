@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.backends import definitions as define
 from tests.backends.definitions import EPS, Rows, heads, make_batch, poison, rounded
-from tests.native.emulator import Emulator, Unavailable, core
+from tests.native.emulator import KERNEL_FLAGS, Emulator, Unavailable, core
 
 from octavo import _native
 from octavo.backends.native.ops import NativeOps
@@ -289,8 +289,6 @@ void step(Team* team, const int64_t* n, void* const* p, float scale, float softc
 
 }
 """
-FLAGS = {"avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni".split()}
-FLAGS["amx"] = [*FLAGS["avx512"], *"-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split()]
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}  # of KvFormat and of Rounding
 
 
@@ -308,7 +306,14 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (folder / "harness.cpp").write_text(HARNESS)
     common = [compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off", f"-DOCTAVO_ISA={request.param}"]
     common.append(f"-I{CSRC}")
-    kernel = [*common, *FLAGS[request.param], "-c", str(CSRC / "ops/attention.cpp"), "-o", str(folder / "kernel.o")]
+    kernel = [
+        *common,
+        *KERNEL_FLAGS[request.param],
+        "-c",
+        str(CSRC / "ops/attention.cpp"),
+        "-o",
+        str(folder / "kernel.o"),
+    ]
     subprocess.run(kernel, check=True, timeout=300)
     rest = [str(folder / "harness.cpp"), str(CSRC / "ops/attention_workspace.cpp"), str(CSRC / "core/team.cpp")]
     library = str(folder / "attention.so")

@@ -19,14 +19,12 @@ from tests.backends.native.test_linear_float import (
     random,
     rounded,
 )
-from tests.native.emulator import Emulator, Unavailable, core
+from tests.native.emulator import KERNEL_FLAGS, Emulator, Unavailable, core
 
 from octavo import _native
 from octavo.backends.ops import DType
 
 CSRC = Path(__file__).parents[3] / "csrc"
-AVX512 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -w".split()
-FLAGS = {"avx512": AVX512, "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"]}
 GLUE = r"""
 #include "ops/linear.h"
 
@@ -65,7 +63,7 @@ class Kernel:
         options = ["-fPIC", "-std=c++20", "-ffp-contract=off", f"-I{CSRC}", f"-DOCTAVO_ISA={isa}", "-pthread"]
         compiler = [os.environ.get("CXX", "c++"), "-O1", *options]
         kernel, team = CSRC / "ops/linear_float.cpp", CSRC / "core/team.cpp"
-        for source, flags in ((kernel, FLAGS[isa]), (team, []), (Path("glue.cpp"), [])):
+        for source, flags in ((kernel, ["-w", *KERNEL_FLAGS[isa]]), (team, []), (Path("glue.cpp"), [])):
             subprocess.run([*compiler, *flags, "-c", str(source)], cwd=folder, check=True, timeout=300)
         objects = "linear_float.o", "team.o", "glue.o"
         subprocess.run([*compiler, "-shared", *objects, "-o", "kernel.so"], cwd=folder, check=True, timeout=100)
@@ -98,7 +96,7 @@ class Kernel:
         return y if best is None else best
 
 
-@pytest.fixture(scope="module", params=list(FLAGS))
+@pytest.fixture(scope="module", params=list(KERNEL_FLAGS))
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     try:
         core()

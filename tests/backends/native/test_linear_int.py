@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.native.emulator import Emulator, Unavailable, core
+from tests.native.emulator import KERNEL_FLAGS, Emulator, Unavailable, core
 
 from octavo import _native
 
@@ -397,8 +397,6 @@ void multiply(Team* team, const int64_t* n, void* const* p, bool quantizes) {
 
 }
 """
-FLAGS = {"avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni".split()}
-FLAGS["amx"] = [*FLAGS["avx512"], *"-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split()]
 
 
 @pytest.fixture(scope="module", params=["avx512", "amx"])
@@ -418,7 +416,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     objects = []
     for name in ("linear_quantized", "linear_dequantized", "quantize"):
         objects.append(str(folder / f"{name}.o"))
-        kernel = [*common, *FLAGS[request.param], "-c", str(CSRC / f"ops/{name}.cpp"), "-o", objects[-1]]
+        kernel = [*common, *KERNEL_FLAGS[request.param], "-c", str(CSRC / f"ops/{name}.cpp"), "-o", objects[-1]]
         subprocess.run(kernel, check=True, timeout=300)
     library = str(folder / "linear_int.so")
     rest = [str(folder / "harness.cpp"), str(CSRC / "core/team.cpp"), *objects]

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.native.emulator import Emulator, Isa, Unavailable, core
+from tests.native.emulator import KERNEL_FLAGS, Emulator, Isa, Unavailable, core
 
 CSRC = Path(__file__).parents[3] / "csrc"
-AVX512 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -w".split()
-FLAGS = {"avx512": AVX512, "amx": [*AVX512, *"-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16".split()]}
 GLUE = r"""
 #include "core/team.h"
 #include "ops/roofline.h"
@@ -56,7 +54,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
     def make(isa: str) -> tuple[ctypes.CDLL, np.ndarray]:
         if isa not in loaded:
-            of_isa = [*FLAGS[isa], f"-DOCTAVO_ISA={isa}"]
+            of_isa = ["-w", *KERNEL_FLAGS[isa], f"-DOCTAVO_ISA={isa}"]
             for source, flags in (
                 (CSRC / "ops/roofline.cpp", of_isa),
                 (CSRC / "core/team.cpp", []),

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.backends.native.test_sampler import random_logits, random_mask, random_row
-from tests.native.emulator import Emulator, Unavailable, core
+from tests.native.emulator import KERNEL_FLAGS, Emulator, Unavailable, core
 
 from octavo.backends.native.sampler import NativeSampler
 from octavo.sampling.sampler import Sampler
 
 CSRC = Path(__file__).parents[3] / "csrc"
-FLAGS = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -DOCTAVO_ISA=avx512 -w".split()
+FLAGS = [*KERNEL_FLAGS["avx512"], "-DOCTAVO_ISA=avx512", "-w"]
 GLUE = r"""
 #include <cstdlib>
 #include <initializer_list>
